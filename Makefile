@@ -1,0 +1,29 @@
+# Two commands on a fresh machine: make demo, make test. Both create .venv themselves (Python 3.11 or newer).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,serve]'
+	touch $@
+
+# The pocket model through the whole pipeline on a CPU: QAT, export, re-read, one table. Rebuilds build/demo.
+demo: $(STAMP)
+	$(BIN)/python recipes/pocket/demo.py --out build/demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	mkdir -p build/typing/kilotok
+	for d in kernels quant train runtime recipes; do ln -sfn ../../../$$d build/typing/kilotok/$$d; done
+	MYPYPATH=build/typing $(BIN)/mypy --namespace-packages --explicit-package-bases -p kilotok
+
+clean:
+	rm -rf build $(VENV)

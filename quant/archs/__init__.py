@@ -1,0 +1,19 @@
+"""The catalogue of model families whose experts we know how to find, and the doors to transformers."""
+
+from .base import ExpertSlice, MoEArch
+from .catalogue import ARCHS, find_arch
+from .hf import build_model, check_model_dir, experts_function, load_config, load_model, load_tokenizer, use_experts_function
+
+__all__ = [
+    "ARCHS",
+    "ExpertSlice",
+    "MoEArch",
+    "build_model",
+    "check_model_dir",
+    "experts_function",
+    "find_arch",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "use_experts_function",
+]

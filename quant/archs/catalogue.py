@@ -1,0 +1,17 @@
+"""The catalogue: one line a family."""
+
+from . import qwen_moe
+from .base import MoEArch
+
+ARCHS: tuple[MoEArch, ...] = (qwen_moe.ARCH,)
+
+
+def find_arch(model_type: str, *, where: str) -> MoEArch:
+    """The family of a model type; ValueError, naming those we know, when it is none of them."""
+    for arch in ARCHS:
+        if model_type in arch.model_types:
+            return arch
+    known = ", ".join(sorted(t for a in ARCHS for t in a.model_types))
+    raise ValueError(
+        f"{where}: model_type must be a mixture-of-experts family of the catalogue ({known}); got {model_type!r}. "
+        "A dense model has no experts to quantize; a new family needs one file in quant/archs/.")

@@ -1,0 +1,20 @@
+"""Checkpoints: read, export, re-read and compare, inspect."""
+
+from .disk import new_directory, require_free_space, write_atomically
+from .export import ExportResult, export_run
+from .inspect import inspect_directory
+from .load import load_exported_model, read_exported_experts
+from .reader import CheckpointReader, sha256_of_weights
+
+__all__ = [
+    "CheckpointReader",
+    "ExportResult",
+    "export_run",
+    "inspect_directory",
+    "load_exported_model",
+    "new_directory",
+    "read_exported_experts",
+    "require_free_space",
+    "sha256_of_weights",
+    "write_atomically",
+]

@@ -1,0 +1,70 @@
+"""Writing so that nothing half-written is ever found: temporary names, renames, and room checked beforehand."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def require_free_space(path: Path, *, num_bytes: int, what: str) -> None:
+    """OSError, before anything is written, when the disk that will hold `path` has less room than `num_bytes`."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < num_bytes:
+        raise OSError(f"{what}: needs {num_bytes / 1e6:.1f} MB at {path}; the disk has {free / 1e6:.1f} MB free. Free some space or write elsewhere.")
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A temporary directory beside `path` that becomes `path` when the block ends well, and is removed when it does not.
+
+    Errors: FileExistsError when `path` exists; OSError from a full disk, after clean-up.
+    """
+    refuse_existing(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for stale in path.parent.glob(f".{path.name}.partial-*"):
+        if not _is_alive(stale.name.rsplit("-", 1)[1]):
+            print(f"removing {stale}, left by an export that was killed")
+            shutil.rmtree(stale)
+    partial = path.parent / f".{path.name}.partial-{os.getpid()}"
+    partial.mkdir()
+    try:
+        yield partial
+        refuse_existing(path)
+        partial.rename(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def refuse_existing(path: Path) -> None:
+    """FileExistsError when there is something at `path`."""
+    if path.exists():
+        raise FileExistsError(f"{path}: exists already. Nothing is overwritten: choose another directory, or remove this one first.")
+
+
+def write_atomically(path: Path, *, text: str) -> None:
+    """Replace a small text file in one step."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        with partial.open("w") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _is_alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,83 @@
+"""A QAT run directory as the export sees it: metadata and the newest weights. No Lightning needed."""
+
+import json
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.mx import ScaleMode
+
+WEIGHTS_PREFIX = "student."   # of the trained module inside a Lightning checkpoint
+RUN_METADATA = "meta.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """RUN/meta.json and RUN/checkpoints/, opened for reading."""
+
+    directory: Path
+    checkpoint: Path
+    step: int
+    meta: dict[str, Any]
+
+    @classmethod
+    def open(cls, directory: Path) -> "Run":
+        """Errors: FileNotFoundError for a directory that is no run or has no checkpoint yet."""
+        if not (directory / RUN_METADATA).is_file():
+            raise FileNotFoundError(f"{directory.absolute()}: no {RUN_METADATA}. Give the run directory that `train qat` wrote.")
+        checkpoint = newest_checkpoint(directory)
+        if checkpoint is None:
+            raise FileNotFoundError(f"{directory}: no checkpoint yet. Finish the run with `train qat RECIPE --resume` first.")
+        meta = json.loads((directory / RUN_METADATA).read_text())
+        return cls(directory=directory, checkpoint=checkpoint, step=step_of(checkpoint), meta=meta)
+
+    @property
+    def parent(self) -> Path:
+        return Path(self.meta["parent"]["path"])
+
+    @property
+    def parent_sha256(self) -> str:
+        return str(self.meta["parent"]["sha256"])
+
+    @property
+    def scale_mode(self) -> ScaleMode:
+        mode: ScaleMode = self.meta["quant"]["scale_mode"]
+        return mode
+
+    @property
+    def is_complete(self) -> bool:
+        return self.step >= int(self.meta["max_steps"])
+
+    def load_trained_weights(self) -> dict[str, Tensor]:
+        """Trained parameters by in-memory name.
+
+        Errors: ValueError for a checkpoint that cannot be read.
+        """
+        try:
+            state = torch.load(self.checkpoint, map_location="cpu", mmap=True, weights_only=True)["state_dict"]
+        except (RuntimeError, pickle.UnpicklingError, KeyError, EOFError) as error:
+            raise ValueError(f"{self.checkpoint}: cannot be read as a checkpoint ({error}). Remove it and continue the run with --resume.") from error
+        return {k.removeprefix(WEIGHTS_PREFIX): v for k, v in state.items() if k.startswith(WEIGHTS_PREFIX)}
+
+    def export_metadata(self) -> dict[str, Any]:
+        """What kilotok.json of the export says: how its numbers were made, and from what."""
+        return {
+            "format": "mxfp4", "layout": "compressed-tensors", "scale_mode": self.scale_mode, "rounding": "ties to even",
+            "source_dtype": "bfloat16", "parent": self.meta["parent"], "quant": self.meta["quant"],
+            "run": {"step": self.step, "max_steps": self.meta["max_steps"], "results": self.meta.get("results")},
+            "versions": self.meta["versions"],
+        }
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.stem.removeprefix("step-"))
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The checkpoint with the highest step, or None."""
+    found = sorted((directory / "checkpoints").glob("step-*.ckpt"), key=step_of)
+    return found[-1] if found else None

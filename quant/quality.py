@@ -1,0 +1,84 @@
+"""How far a model is from its parent on a text: perplexity and KL, with one code for every model compared."""
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.loss import distillation_sums_ref
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """Means over the predicted tokens of a text, nats per token."""
+
+    tokens: int
+    kl: float                     # KL(parent || model)
+    cross_entropy: float
+    parent_cross_entropy: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.cross_entropy)
+
+    @property
+    def parent_perplexity(self) -> float:
+        return math.exp(self.parent_cross_entropy)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "perplexity": self.perplexity, "parent_perplexity": self.parent_perplexity}
+
+
+@torch.no_grad()
+def measure_quality(
+    model: nn.Module, *, parent: nn.Module, rows: Sequence[Tensor], rows_per_batch: int = 8, chunk_rows: int = 1024,
+    autocast_dtype: torch.dtype | None = None,
+) -> Quality:
+    """Run `model` and `parent` over token rows and compare their predictions.
+
+    Shapes: rows int64 [T + 1] each, all of one length: T predictions a row.
+    Errors: ValueError for no rows.
+    """
+    if not rows:
+        raise ValueError("measure_quality: at least one row is needed; got none.")
+    device = next(model.parameters()).device
+    precision = contextlib.nullcontext() if autocast_dtype is None else torch.autocast(device.type, dtype=autocast_dtype)
+    kl = ce = parent_ce = 0.0
+    tokens = 0
+    for start in range(0, len(rows), rows_per_batch):
+        batch = torch.stack(list(rows[start: start + rows_per_batch])).to(device)
+        with precision:
+            sums = distillation_sums_ref(
+                hidden_states(model, batch[:, :-1]), teacher_hidden_TD=hidden_states(parent, batch[:, :-1]), head_VD=head_weight(model),
+                teacher_head_VD=head_weight(parent), labels_T=batch[:, 1:].flatten(), chunk_rows=chunk_rows)
+        kl, ce, parent_ce = kl + float(sums.kl), ce + float(sums.cross_entropy), parent_ce + float(sums.teacher_cross_entropy)
+        tokens += batch[:, 1:].numel()
+    return Quality(tokens=tokens, kl=kl / tokens, cross_entropy=ce / tokens, parent_cross_entropy=parent_ce / tokens)
+
+
+def pool(parts: Sequence[Quality]) -> Quality:
+    """One figure over several texts, weighted by their tokens."""
+    tokens = sum(q.tokens for q in parts)
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(v * q.tokens for v, q in zip(values, parts, strict=True)) / tokens
+
+    return Quality(tokens=tokens, kl=mean([q.kl for q in parts]), cross_entropy=mean([q.cross_entropy for q in parts]),
+                   parent_cross_entropy=mean([q.parent_cross_entropy for q in parts]))
+
+
+def hidden_states(model: nn.Module, input_ids_BT: Tensor) -> Tensor:
+    """Final hidden states (after the last norm) of a transformers causal model, [B * T, D]."""
+    output = model.model(input_ids=input_ids_BT, use_cache=False)  # type: ignore[operator]
+    states: Tensor = output.last_hidden_state
+    return states.flatten(0, 1)
+
+
+def head_weight(model: nn.Module) -> Tensor:
+    """The head's weight, [V, D]."""
+    weight: Tensor = model.lm_head.weight  # type: ignore[union-attr, assignment]
+    return weight

@@ -1,0 +1,1 @@
+"""Recipes as package data: YAML files, prompts and the pocket model."""

@@ -1,0 +1,7 @@
+"""Pieces that the Lightning trainer calls."""
+
+from .atomic_io import AtomicCheckpointIO
+from .heldout import HeldoutQuality
+from .metrics_csv import MetricsCSV
+
+__all__ = ["AtomicCheckpointIO", "HeldoutQuality", "MetricsCSV"]

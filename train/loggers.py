@@ -1,0 +1,30 @@
+"""Weights & Biases, when the recipe asks for it."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+
+def wandb_logger(project: str | None, *, run_dir: Path) -> list[Any]:
+    """[] or [WandbLogger]; offline, said aloud, without a network or an API key. Files go to RUN/wandb."""
+    if project is None:
+        return []
+    from lightning.pytorch.loggers import WandbLogger
+
+    reason = _offline_reason()
+    if reason is not None:
+        print(f"wandb: offline ({reason}); upload later with `wandb sync {run_dir}/wandb/offline-run-*`", flush=True)
+    return [WandbLogger(project=project, name=run_dir.name, save_dir=str(run_dir), offline=reason is not None)]
+
+
+def _offline_reason() -> str | None:
+    mode = os.environ.get("WANDB_MODE")
+    if mode in ("offline", "disabled", "dryrun"):
+        return f"WANDB_MODE={mode}"
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0].split(":")[0]
+    try:
+        socket.create_connection((host, 443), timeout=3).close()
+    except OSError as error:
+        return f"{host} cannot be reached: {error}"
+    return None

@@ -1,0 +1,29 @@
+"""Which row a training step reads: pure functions of (seed, index), so that a resumed run needs no state."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def cut_rows(token_ids: Sequence[int], *, length: int) -> list[tuple[int, int]]:
+    """(start, end) of consecutive rows of `length` tokens plus the one they predict; a shorter tail is left out."""
+    return [(s, s + length + 1) for s in range(0, len(token_ids) - length, length)]
+
+
+def spread(count: int, *, limit: int) -> list[int]:
+    """At most `limit` of range(count), evenly spaced."""
+    if count <= limit:
+        return list(range(count))
+    return [i * count // limit for i in range(limit)]
+
+
+def pick_row(index: int, *, seed: int, weights: Sequence[float], num_rows: Sequence[int]) -> tuple[int, int]:
+    """(source, row) of the index-th training row: the source by weight, the row from a permutation a pass.
+
+    Rows of a source are not repeated before all of them were drawn once, in expectation over its own draws: the row is
+    uniform, which for the short runs of QAT (a few passes) costs nothing measurable and keeps the function stateless.
+    """
+    rng = np.random.default_rng([seed, index])
+    shares = np.asarray(weights, dtype=np.float64)
+    source = int(rng.choice(len(shares), p=shares / shares.sum()))
+    return source, int(rng.integers(num_rows[source]))
