@@ -18,6 +18,7 @@ from .config import DataConfig, Source
 from .packing import cut_rows, pick_row, spread
 
 HELDOUT_MODULUS = 10
+datasets.disable_progress_bars()   # local files of a few rows; the training bar is the one to watch
 
 
 def is_held_out(name: str) -> bool:
@@ -127,17 +128,38 @@ def token_rows(source: Source, *, tokenizer: Any, length: int) -> list[Tensor]:
 
 
 class TrainRows(Dataset[Tensor]):
-    """The rows of a run, from the first row of step `first_index` on; item i is a function of (seed, first_index + i)."""
+    """All rows of a run, in order; item i is a function of (seed, i)."""
 
-    def __init__(self, sources: list[list[Tensor]], *, weights: list[float], seed: int, first_index: int, count: int) -> None:
-        self.sources, self.weights, self.seed, self.first_index, self.count = sources, weights, seed, first_index, count
+    def __init__(self, sources: list[list[Tensor]], *, weights: list[float], seed: int, count: int) -> None:
+        self.sources, self.weights, self.seed, self.count = sources, weights, seed, count
+        self.num_rows = [len(s) for s in sources]
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> Tensor:
-        source, row = pick_row(self.first_index + index, seed=self.seed, weights=self.weights, num_rows=[len(s) for s in self.sources])
+        source, row = pick_row(index, seed=self.seed, weights=self.weights, num_rows=self.num_rows)
         return self.sources[source][row]
+
+
+class StepLoader(DataLoader[Tensor]):
+    """A loader whose position is the trainer's global step, so it has no state of its own to save.
+
+    Its length is the whole run's, also when it yields only the rest of it: Lightning counts the batches done before a resume.
+    """
+
+    def __init__(self, rows: Dataset[Tensor], *, batch_size: int, sampler: list[int], run_batches: int) -> None:
+        self._run_batches = run_batches
+        super().__init__(rows, batch_size=batch_size, sampler=sampler)
+
+    def __len__(self) -> int:
+        return self._run_batches
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing: `train_dataloader` started at the restored step."""
 
 
 class TextData(L.LightningDataModule):
@@ -163,11 +185,6 @@ class TextData(L.LightningDataModule):
         assert self.trainer is not None
         done, world, rank = self.trainer.global_step, self.trainer.world_size, self.trainer.global_rank
         per_step = self.batch_size * self.accumulate
-        remaining = self.max_steps - done
-        indices = [((done + s) * world + rank) * per_step + i for s in range(remaining) for i in range(per_step)]
-        rows = TrainRows(self.sources, weights=[s.weight for s in self.config.train], seed=self.seed, first_index=0, count=self.max_steps * world * per_step)
-        return DataLoader(rows, batch_size=self.batch_size, sampler=indices)
-
-    def val_dataloader(self) -> DataLoader[Tensor]:
-        """All held-out rows, the domains after one another."""
-        return DataLoader([r for rows in self.heldout.values() for r in rows], batch_size=self.batch_size)  # type: ignore[arg-type]
+        rows = TrainRows(self.sources, weights=[s.weight for s in self.config.train], seed=self.seed, count=self.max_steps * world * per_step)
+        indices = [(step * world + rank) * per_step + i for step in range(done, self.max_steps) for i in range(per_step)]
+        return StepLoader(rows, batch_size=self.batch_size, sampler=indices, run_batches=self.max_steps * self.accumulate)

@@ -18,11 +18,7 @@ def spread(count: int, *, limit: int) -> list[int]:
 
 
 def pick_row(index: int, *, seed: int, weights: Sequence[float], num_rows: Sequence[int]) -> tuple[int, int]:
-    """(source, row) of the index-th training row: the source by weight, the row from a permutation a pass.
-
-    Rows of a source are not repeated before all of them were drawn once, in expectation over its own draws: the row is
-    uniform, which for the short runs of QAT (a few passes) costs nothing measurable and keeps the function stateless.
-    """
+    """(source, row) of the index-th training row: the source by weight, its row uniformly (with replacement)."""
     rng = np.random.default_rng([seed, index])
     shares = np.asarray(weights, dtype=np.float64)
     source = int(rng.choice(len(shares), p=shares / shares.sum()))

@@ -42,13 +42,18 @@ class QATModule(L.LightningModule):
         self.recipe = recipe
         self.strict_loading = False   # the checkpoint holds the trained tensors only
         self.student = student
-        self.__dict__["parent"] = parent.requires_grad_(False)   # not a submodule: neither saved nor trained
+        self._outside = (parent.requires_grad_(False),)   # in a tuple it is no submodule: neither saved nor trained
         experts = {e.name for e in plan.experts}
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(recipe.quant.trainable == "all" or name in experts)
+        student.train()
         attach_fake_quant(student, experts=plan.experts, scale_mode=recipe.quant.scale_mode)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    @property
+    def parent(self) -> nn.Module:
+        return self._outside[0]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         trained = {n for n, p in self.named_parameters() if p.requires_grad}
         return {k: v for k, v in super().state_dict(*args, **kwargs).items() if k in trained}
 
@@ -115,7 +120,7 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
     if t.val_every_steps is not None:
         callbacks.append(HeldoutQuality(lambda: pool(list(measure().values())), every_steps=t.val_every_steps))
     trainer = L.Trainer(
-        accelerator=pick, devices=t.devices, precision=t.precision, max_steps=t.max_steps, max_epochs=-1, accumulate_grad_batches=t.accumulate_grad_batches,
+        accelerator=pick, devices=t.devices, precision=t.precision, max_steps=t.max_steps, max_epochs=1, accumulate_grad_batches=t.accumulate_grad_batches,
         gradient_clip_val=recipe.optim.max_grad_norm, log_every_n_steps=t.log_every_steps, logger=loggers, callbacks=callbacks,
         plugins=[AtomicCheckpointIO()], limit_val_batches=0, num_sanity_val_steps=0, enable_model_summary=False, use_distributed_sampler=False,
         default_root_dir=run_dir)
@@ -134,7 +139,9 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
         module.to(trainer.strategy.root_device)
         meta["round_to_nearest"] = {d: q.to_json() for d, q in measure().items()}   # before a step the student is the rounded parent
         _write_meta(run_dir, meta)
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=False if checkpoint else None)
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    if trainer.global_step != t.max_steps:
+        raise RuntimeError(f"train qat: stopped at step {trainer.global_step} of {t.max_steps}. Continue with --resume.")
     final = run_dir / "checkpoints" / f"step-{trainer.global_step:08d}.ckpt"
     if not final.exists():
         previous = newest_checkpoint(run_dir)
@@ -153,10 +160,10 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
 def require_finite(model: nn.Module) -> None:
     """ValueError naming the first parameter that holds NaN or infinity, and the index."""
     for name, parameter in model.named_parameters():
-        finite = torch.isfinite(parameter)
+        finite = torch.isfinite(parameter.detach())
         if not bool(finite.all()):
             index = tuple(int(i) for i in (~finite).nonzero()[0])
-            raise ValueError(f"{name}: weights must be finite; got {float(parameter[index])} at index {index} of shape {tuple(parameter.shape)}. "
+            raise ValueError(f"{name}: weights must be finite; got {float(parameter.detach()[index])} at index {index} of shape {tuple(parameter.shape)}. "
                              "The checkpoint is damaged or diverged: repair it before training.")
 
 
@@ -175,7 +182,8 @@ def _check_run_dir(run_dir: Path, *, recipe: QATRecipe, resume: bool) -> Path | 
     before = (run_dir / "recipe.yaml").read_text()
     if before != to_yaml(recipe):
         changed = [new for old, new in zip(before.splitlines(), to_yaml(recipe).splitlines(), strict=False) if old != new] or ["length of a list"]
-        raise RecipeError(f"run: {run_dir} was started with another recipe (now {changed[0].strip()!r}). Resume with the recipe in {run_dir / 'recipe.yaml'}, or choose another --run.")
+        raise RecipeError(f"run: {run_dir} was started with another recipe (now {changed[0].strip()!r}). "
+                          f"Resume with the recipe in {run_dir / 'recipe.yaml'}, or choose another --run.")
     checkpoint = newest_checkpoint(run_dir)
     print(f"{run_dir}: resuming from {checkpoint.name if checkpoint else 'step 0: it has no checkpoint yet'}", flush=True)
     return checkpoint

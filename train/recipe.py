@@ -49,7 +49,7 @@ def load_recipe(kind: type[T], *, path: Path, overrides: list[str]) -> T:
 def make_parser(kind: type[Any]) -> jsonargparse.ArgumentParser:
     """The jsonargparse parser of a recipe class; it raises instead of leaving the process."""
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--config", action=jsonargparse.ActionConfigFile)
+    parser.add_argument("--config", action="config")
     parser.add_class_arguments(kind, as_group=False)
     return parser
 

@@ -23,17 +23,22 @@ def inspect_directory(directory: Path) -> str:
     reader = CheckpointReader(directory)
     quantization = config.get("quantization_config") or {}
     layout = f"{quantization.get('quant_method')} {quantization.get('format', '')}".strip() if quantization else "unquantized"
-    lines = [f"{directory}", f"  model         {config.get('model_type')} ({', '.join(config.get('architectures') or ['no architecture named'])})", f"  layout        {layout}"]
+    architectures = ", ".join(config.get("architectures") or ["no architecture named"])
+    lines = [f"{directory}", f"  model         {config.get('model_type')} ({architectures})", f"  layout        {layout}"]
     kinds: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for name in reader.names:
         dtype, shape = reader.info(name)
-        kind = "packed experts" if name.endswith(f".{compressed_tensors.PACKED}") else "expert scales" if name.endswith(f".{compressed_tensors.SCALE}") else f"kept {dtype}"
+        kind = f"kept {dtype}"
+        if name.endswith(f".{compressed_tensors.PACKED}"):
+            kind = "packed experts"
+        elif name.endswith(f".{compressed_tensors.SCALE}"):
+            kind = "expert scales"
         kinds[kind] += 1
         sizes[kind] += torch.Size(shape).numel() * _BYTES.get(dtype, 1)
     for kind in sorted(kinds):
         lines.append(f"  {kind:<13} {kinds[kind]:>6} tensors {sizes[kind] / 1e6:>10.2f} MB")
-    lines.append(f"  {'total':<13} {sum(kinds.values()):>6} tensors {sum(sizes.values()) / 1e6:>10.2f} MB in {len(reader.files)} file{'s' if len(reader.files) > 1 else ''}")
+    lines.append(f"  {'total':<13} {sum(kinds.values()):>6} tensors {sum(sizes.values()) / 1e6:>10.2f} MB in {len(reader.files)} file(s)")
     if kinds["packed experts"]:
         arch = find_arch(config["model_type"], where=str(directory))
         experts = read_exported_experts(directory, arch=arch)
@@ -49,7 +54,8 @@ def inspect_directory(directory: Path) -> str:
     if (directory / METADATA).is_file():
         meta = json.loads((directory / METADATA).read_text())
         lines.append(f"  scale_mode    {meta['scale_mode']}, {meta['rounding']}, quantized from {meta['source_dtype']}")
-        lines.append(f"  made from     {meta['parent']['path']} (sha256 {meta['parent']['sha256'][:12]}), QAT step {meta['run']['step']} of {meta['run']['max_steps']}")
+        parent, run = meta["parent"], meta["run"]
+        lines.append(f"  made from     {parent['path']} (sha256 {parent['sha256'][:12]}), QAT step {run['step']} of {run['max_steps']}")
     elif kinds["packed experts"]:
         lines.append(f"  scale_mode    not recorded (no {METADATA}: written by another tool)")
     draft = directory / "dflash"

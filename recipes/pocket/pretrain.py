@@ -77,14 +77,15 @@ def train(recipe: dict[str, Any], folder: Path, device: torch.device) -> tuple[A
     cfg, shape = recipe["train"], dict(recipe["model"])
     torch.manual_seed(recipe["seed"])
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    end, stop = tokenizer.convert_tokens_to_ids(corpus.END_OF_TEXT), tokenizer.eos_token_id
+    end, stop = tokenizer.pad_token_id, tokenizer.eos_token_id
     theta = shape.pop("rope_theta")
     config = Qwen3MoeConfig(
         vocab_size=recipe["tokenizer"]["vocab_size"], intermediate_size=2 * shape["moe_intermediate_size"], norm_topk_prob=True,
         tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": theta}, output_router_logits=True,
         router_aux_loss_coef=cfg["router_aux_loss_coef"], use_cache=False, bos_token_id=None, eos_token_id=stop,
         pad_token_id=end, **shape)
-    model = Qwen3MoeForCausalLM(config).to(device, torch.bfloat16)
+    model: Any = Qwen3MoeForCausalLM(config)
+    model.to(device, torch.bfloat16)
     params = list(model.parameters())
     masters = [p.detach().float().clone() for p in params]
     # norms and the (tied) embedding are not decayed: their scale is a choice of the data, not a memory of it

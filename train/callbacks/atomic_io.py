@@ -26,4 +26,5 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             partial.replace(target)
         except (OSError, RuntimeError) as error:   # torch.save reports a short write as a RuntimeError
             partial.unlink(missing_ok=True)
-            raise OSError(f"checkpoint: writing {target} failed ({error}). Free some space and continue with --resume; earlier checkpoints are intact.") from error
+            raise OSError(f"checkpoint: writing {target} failed ({error}). Free some space and continue with --resume; "
+                          "earlier checkpoints are intact.") from error

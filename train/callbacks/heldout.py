@@ -22,5 +22,5 @@ class HeldoutQuality(L.Callback):
         self._last = step
         quality = self.measure()
         for logger in trainer.loggers:
-            logger.log_metrics({"heldout_kl": quality.kl, "heldout_perplexity": quality.perplexity}, step=step)
+            logger.log_metrics({"heldout_kl": quality.kl, "heldout_perplexity": quality.perplexity}, step=step - 1)   # the row of the step just done
         trainer.print(f"step {step}: held-out KL {quality.kl:.5f} nats, perplexity {quality.perplexity:.4f}")

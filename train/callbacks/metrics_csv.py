@@ -12,7 +12,8 @@ COLUMNS = ("step", "loss", "kl", "cross_entropy", "lr", "heldout_kl", "heldout_p
 
 
 class MetricsCSV(Logger):
-    """Appends; on a resume, rows after the resumed step are dropped, because those steps are done again.
+    """Appends; a row's step counts the optimizer steps before it. On a resume, rows from the resumed step on are
+    dropped, because those steps are done again.
 
     (Lightning's CSVLogger deletes the earlier file.)
     """
@@ -23,7 +24,7 @@ class MetricsCSV(Logger):
         kept: list[dict[str, str]] = []
         if path.exists():
             with path.open(newline="") as f:
-                kept = [row for row in csv.DictReader(f) if int(row["step"]) <= resumed_step]
+                kept = [row for row in csv.DictReader(f) if int(row["step"]) < resumed_step]
         partial = path.with_name(f".{path.name}.partial")
         with partial.open("w", newline="") as f:
             writer = csv.DictWriter(f, COLUMNS)

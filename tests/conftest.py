@@ -1,0 +1,65 @@
+"""Small models and recipes that the tests share."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+# The models here are too small for threads to pay, and two test processes on two cores must not fight over them.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+ROOT = Path(__file__).parents[1]
+POCKET = ROOT / "recipes" / "pocket" / "model"
+
+
+@pytest.fixture(scope="session")
+def pocket() -> Path:
+    return POCKET
+
+
+def save_tiny_moe(directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """A random Qwen3-MoE of two layers with the pocket's tokenizer, in bf16, saved by transformers."""
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 64, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4,
+             "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64, "max_position_embeddings": 512,
+             "vocab_size": 4096, "initializer_range": 0.15,
+             "norm_topk_prob": True, "tie_word_embeddings": True, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**shape, **overrides})).to(torch.bfloat16)
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(POCKET).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def tiny_moe(tmp_path: Path) -> Path:
+    return save_tiny_moe(tmp_path / "tiny")
+
+
+@pytest.fixture
+def make_tiny_moe(tmp_path: Path) -> Callable[..., Path]:
+    """Build one with other numbers: make_tiny_moe("name", moe_intermediate_size=48)."""
+    return lambda name, **overrides: save_tiny_moe(tmp_path / name, **overrides)
+
+
+@pytest.fixture
+def tiny_recipe(tmp_path: Path, tiny_moe: Path) -> Path:
+    """A QAT recipe that trains the tiny model for six steps in a second or two."""
+    text = tmp_path / "text.jsonl"
+    function = "def add_{i}(a, b):\n    return a + b + {i}\n\n\nclass Stack{i}:\n    def push(self, item):\n        self.items.append(item)\n"
+    rows = [{"text": function.format(i=i)} for i in range(40)]
+    text.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    recipe = {
+        "model": str(tiny_moe), "run": str(tmp_path / "run"), "optim": {"lr": 1e-3, "warmup_steps": 1},
+        "data": {"sequence_length": 32, "heldout_rows": 4, "train": [{"domain": "code", "path": str(text), "text": "text"}],
+                 "heldout": [{"domain": "code", "path": str(text), "text": "text"}]},
+        "trainer": {"max_steps": 6, "batch_size": 2, "accelerator": "cpu", "checkpoint_every_steps": 2, "log_every_steps": 1}}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path

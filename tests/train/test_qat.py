@@ -1,0 +1,250 @@
+"""`train qat` end to end on a tiny model: what it writes, what it refuses, and resuming after a kill."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from kilotok.quant.checkpoint import disk
+from kilotok.quant.checkpoint.run import Run
+from kilotok.train.cli import main as train
+from safetensors.torch import load_file, save_file
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    return {k: v.clone() for k, v in Run.open(run).load_trained_weights().items()}
+
+
+def left_behind(folder: Path, *, before: set[Path]) -> set[Path]:
+    return set(folder.rglob("*")) - before
+
+
+def test_run_directory_holds_recipe_meta_checkpoint_and_metrics(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["qat", str(tiny_recipe)]) == 0
+    run = tmp_path / "run"
+    assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "meta.json", "metrics.csv", "recipe.yaml"]
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000006.ckpt"]
+    meta = json.loads((run / "meta.json").read_text())
+    assert meta["status"] == "complete" and meta["quant"] == {"format": "mxfp4", "scale_mode": "even", "source_dtype": "bfloat16", "trainable": "experts"}
+    assert len(meta["parent"]["sha256"]) == 64 and meta["versions"]["torch"] == torch.__version__
+    rows = list(csv.DictReader((run / "metrics.csv").open()))
+    assert [int(r["step"]) for r in rows] == [0, 1, 2, 3, 4, 5] and all(float(r["kl"]) > 0 for r in rows)
+    out = capsys.readouterr().out
+    assert "MXFP4 (routed experts)" in out and "router" in out and "gap" in out
+
+
+def test_training_moves_the_experts_and_nothing_else(tiny_recipe: Path, tiny_moe: Path, tmp_path: Path) -> None:
+    assert train(["qat", str(tiny_recipe)]) == 0
+    trained = weights_of(tmp_path / "run")
+    assert sorted(trained) == sorted(f"model.layers.{i}.mlp.experts.{p}" for i in (0, 1) for p in ("gate_up_proj", "down_proj"))
+    disk_state = load_file(tiny_moe / "model.safetensors")
+    gate = disk_state["model.layers.0.mlp.experts.1.gate_proj.weight"].float()
+    assert not torch.equal(trained["model.layers.0.mlp.experts.gate_up_proj"][1, :32], gate)
+
+
+def test_trainable_all_trains_every_tensor(tiny_recipe: Path, tmp_path: Path) -> None:
+    assert train(["qat", str(tiny_recipe), "--quant.trainable", "all"]) == 0
+    trained = weights_of(tmp_path / "run")
+    assert "model.layers.0.self_attn.q_proj.weight" in trained and "model.layers.1.mlp.gate.weight" in trained
+
+
+def test_training_lowers_the_divergence_from_the_parent(tiny_recipe: Path, tmp_path: Path) -> None:
+    assert train(["qat", str(tiny_recipe), "--trainer.max_steps", "40", "--trainer.checkpoint_every_steps", "40", "--optim.lr", "2e-3"]) == 0
+    meta = json.loads((tmp_path / "run" / "meta.json").read_text())
+    assert meta["qat"]["code"]["kl"] < meta["round_to_nearest"]["code"]["kl"]
+
+
+def test_bf16_mixed_precision_trains(tiny_recipe: Path, tmp_path: Path) -> None:
+    assert train(["qat", str(tiny_recipe), "--trainer.precision", "bf16-mixed"]) == 0
+    assert all(w.dtype == torch.float32 and bool(torch.isfinite(w).all()) for w in weights_of(tmp_path / "run").values())
+
+
+def test_accumulated_micro_batches_read_the_same_rows_as_one_batch(tiny_recipe: Path, tmp_path: Path) -> None:
+    """Two micro-batches of 2 and one batch of 4 see the same text; sums are taken in another order, so only nearly the same step.
+
+    Bound: AdamW divides by the gradient's own size, so a rounding difference of 1e-7 in a gradient near zero can move its
+    weight by a whole step; after one step no weight may differ by more than twice the rate, and the mean by far less.
+    """
+    common = ["qat", str(tiny_recipe), "--trainer.max_steps", "1", "--optim.lr", "1e-3"]
+    assert train([*common, "--run", str(tmp_path / "a"), "--trainer.batch_size", "4"]) == 0
+    assert train([*common, "--run", str(tmp_path / "b"), "--trainer.batch_size", "2", "--trainer.accumulate_grad_batches", "2"]) == 0
+    a, b = weights_of(tmp_path / "a"), weights_of(tmp_path / "b")
+    for name in a:
+        difference = (a[name] - b[name]).abs()
+        assert float(difference.max()) <= 2.1e-3 and float(difference.mean()) < 2e-5, name
+
+
+def test_kill_and_resume_gives_the_weights_of_an_uninterrupted_run(tiny_recipe: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kilotok.train.cli", "qat", str(tiny_recipe), "--trainer.max_steps", "40", "--trainer.checkpoint_every_steps", "5"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert subprocess.run([*command, "--run", str(whole)], capture_output=True).returncode == 0
+    process = subprocess.Popen([*command, "--run", str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.time() + 120
+    while not list((killed / "checkpoints").glob("step-*.ckpt")) and time.time() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    stopped = Run.open(killed)
+    assert 0 < stopped.step < 40 and json.loads((killed / "meta.json").read_text())["status"] == "running"
+    resumed = subprocess.run([*command, "--run", str(killed), "--resume"], capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming from step-" in resumed.stdout
+    a, b = weights_of(whole), weights_of(killed)
+    assert a.keys() == b.keys()
+    assert [n for n in a if not torch.equal(a[n], b[n])] == []
+    rows = [[r for r in csv.DictReader((run / "metrics.csv").open())] for run in (whole, killed)]
+    assert rows[0] == rows[1]
+    results = [json.loads((run / "meta.json").read_text()) for run in (whole, killed)]
+    assert results[0]["qat"] == results[1]["qat"] and results[0]["round_to_nearest"] == results[1]["round_to_nearest"]
+
+
+def test_resume_after_a_kill_before_the_first_checkpoint_starts_over(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["qat", str(tiny_recipe)]) == 0
+    expected = weights_of(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    meta = json.loads((tmp_path / "run" / "meta.json").read_text())
+    (tmp_path / "run" / "meta.json").write_text(json.dumps({**meta, "status": "running"}))
+    assert train(["qat", str(tiny_recipe), "--resume"]) == 0
+    assert "no checkpoint yet" in capsys.readouterr().out
+    assert all(torch.equal(w, expected[n]) for n, w in weights_of(tmp_path / "run").items())
+
+
+def test_resume_of_a_complete_run_does_nothing(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["qat", str(tiny_recipe)]) == 0
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+    assert train(["qat", str(tiny_recipe), "--resume"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
+
+
+def test_existing_run_is_refused_and_untouched(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["qat", str(tiny_recipe)]) == 0
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+    assert train(["qat", str(tiny_recipe)]) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert train(["qat", str(tiny_recipe), "--resume", "--optim.lr", "0.5"]) == 2
+    assert "another recipe (now 'lr: 0.5')" in capsys.readouterr().err
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
+
+
+def test_a_folder_that_is_no_run_is_refused(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    assert train(["qat", str(tiny_recipe)]) == 2
+    assert "is no run of ours" in capsys.readouterr().err
+    assert (tmp_path / "run" / "thesis.txt").read_text() == "mine"
+
+
+def damage_nan(model: Path) -> None:
+    state = load_file(model / "model.safetensors")
+    state["model.layers.1.mlp.experts.2.up_proj.weight"][3, 5] = float("nan")
+    save_file(state, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def damage_infinity(model: Path) -> None:
+    state = load_file(model / "model.safetensors")
+    state["model.layers.0.self_attn.q_proj.weight"][1, 2] = float("inf")
+    save_file(state, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def damage_truncate(model: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def damage_remove_config(model: Path) -> None:
+    (model / "config.json").unlink()
+
+
+def damage_make_dense(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
+
+
+def damage_all_layers_dense(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "mlp_only_layers": [0, 1]}))
+
+
+@pytest.mark.parametrize(("damage", "parts"), [
+    (damage_nan, ["model.layers.1.mlp.experts.gate_up_proj", "nan", "(2, 35, 5)", "repair"]),
+    (damage_infinity, ["model.layers.0.self_attn.q_proj.weight", "inf", "(1, 2)"]),
+    (damage_truncate, ["model.safetensors", "truncated or damaged", "download it again"]),
+    (damage_remove_config, ["no config.json", "Give the path of a Hugging Face checkpoint"]),
+    (damage_make_dense, ["'qwen3'", "qwen3_moe", "no experts to quantize"]),
+    (damage_all_layers_dense, ["no expert weight found", "nothing to quantize"]),
+])
+def test_a_model_that_cannot_be_used_is_refused_before_anything_is_written(
+        damage: Callable[[Path], None], parts: list[str], tiny_recipe: Path, tiny_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(tiny_moe)
+    before = set(tmp_path.rglob("*"))
+    assert train(["qat", str(tiny_recipe)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]   # one line, after the progress bars of loading
+    assert error.startswith("error: ")
+    for part in parts:
+        assert part in error
+    assert left_behind(tmp_path, before=before) == set()
+
+
+def test_a_missing_model_is_refused(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = set(tmp_path.rglob("*"))
+    assert train(["qat", str(tiny_recipe), "--model", str(tmp_path / "nowhere")]) == 2
+    assert f"no directory at {tmp_path / 'nowhere'}" in capsys.readouterr().err
+    assert left_behind(tmp_path, before=before) == set()
+
+
+def test_an_expert_width_that_is_no_multiple_of_32_is_refused(
+        tiny_recipe: Path, make_tiny_moe: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_tiny_moe("odd", moe_intermediate_size=48)
+    before = set(tmp_path.rglob("*"))
+    assert train(["qat", str(tiny_recipe), "--model", str(model)]) == 2
+    error = capsys.readouterr().err
+    assert "model.layers.0.mlp.experts.down_proj" in error and "multiple of 32" in error and "48" in error
+    assert left_behind(tmp_path, before=before) == set()
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+        tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
+    before = set(tmp_path.rglob("*"))
+    assert train(["qat", str(tiny_recipe)]) == 2
+    assert "Free some space" in capsys.readouterr().err
+    assert left_behind(tmp_path, before=before) == set()
+
+
+def test_a_write_that_fails_half_way_leaves_the_earlier_checkpoint(
+        tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = torch.save, []
+
+    def save(checkpoint: object, f: object) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            f.write(b"half a checkpoint")  # type: ignore[attr-defined]
+            raise OSError(28, "No space left on device")
+        real(checkpoint, f)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch, "save", save)
+    assert train(["qat", str(tiny_recipe)]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002.ckpt"]
+    monkeypatch.undo()
+    assert train(["qat", str(tiny_recipe), "--resume"]) == 0
+    assert Run.open(tmp_path / "run").step == 6
+
+
+def test_wandb_is_offline_and_says_so_without_a_network(
+        tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:1")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert train(["qat", str(tiny_recipe), "--trainer.wandb_project", "pocket"]) == 0
+    assert "wandb: offline (127.0.0.1 cannot be reached" in capsys.readouterr().out
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert len(list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))) == 6   # the CSV is written all the same
