@@ -24,7 +24,7 @@ Recipes: recipes/README.md. Fields and their defaults: train/config.py.
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 done, 2 wrong input (one line says what to do)."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help") or "--help" in args:
+    if not args or {"-h", "--help"} & set(args):
         print(USAGE, end="")
         return 0 if args else 2
     if args[0] != "qat":

@@ -1,5 +1,6 @@
 """The recipe of `train qat`: frozen dataclasses, one field a line. A YAML file names only what differs."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,8 +28,10 @@ class LossConfig:
     chunk_rows: int = 1024      # token rows whose logits exist at one time
 
     def __post_init__(self) -> None:
-        if self.kl_weight < 0 or self.ce_weight < 0 or self.kl_weight + self.ce_weight == 0:
-            raise ValueError(f"loss: kl_weight and ce_weight must not be negative nor both zero; got {self.kl_weight} and {self.ce_weight}.")
+        _at_least("loss.kl_weight", self.kl_weight, 0)
+        _at_least("loss.ce_weight", self.ce_weight, 0)
+        if self.kl_weight + self.ce_weight == 0:
+            raise ValueError("loss: kl_weight and ce_weight must not both be zero; got 0.0 and 0.0. There would be nothing to train on.")
         _positive("loss.chunk_rows", self.chunk_rows)
 
 
@@ -45,6 +48,14 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _positive("optim.lr", self.lr)
+        _at_least("optim.weight_decay", self.weight_decay, 0)
+        _at_least("optim.warmup_steps", self.warmup_steps, 0)
+        if not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(f"optim.betas: must lie in [0, 1); got {list(self.betas)}.")
+        if not 0 <= self.final_lr_ratio <= 1:
+            raise ValueError(f"optim.final_lr_ratio: must lie in [0, 1]; got {self.final_lr_ratio}.")
+        if self.max_grad_norm is not None:
+            _positive("optim.max_grad_norm (null for no clipping)", self.max_grad_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +73,7 @@ class Source:
     prompt: str | None = None                         # column that holds the user's turn
     response: str | None = None                       # column that holds the answer; null: the turn alone
     tools: str | None = None                          # column that holds a list of tool schemas
+    documents: int | None = None                      # read at most so many, spread evenly over the source; null: all
     part: Literal["all", "train", "heldout"] = "all"  # heldout: documents whose name has sha256 % 10 == 0; train: the others
 
     def __post_init__(self) -> None:
@@ -71,8 +83,11 @@ class Source:
             raise ValueError(f"data source {self.domain!r}: stdlib excludes hub and path; got {self.hub or self.path!r}.")
         if self.text and self.prompt:
             raise ValueError(f"data source {self.domain!r}: give text or prompt, not both; got {self.text!r} and {self.prompt!r}.")
-        if self.weight <= 0:
-            raise ValueError(f"data source {self.domain!r}: weight must be positive; got {self.weight}.")
+        if (self.stdlib or self.text) and (self.response or self.tools or (self.stdlib and (self.text or self.prompt))):
+            raise ValueError(f"data source {self.domain!r}: prompt, response and tools go together, and neither with text nor with stdlib.")
+        _positive(f"data source {self.domain!r}: weight", self.weight)
+        if self.documents is not None:
+            _positive(f"data source {self.domain!r}: documents", self.documents)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +123,9 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for name in ("max_steps", "batch_size", "accumulate_grad_batches", "devices", "checkpoint_every_steps", "log_every_steps"):
             _positive(f"trainer.{name}", getattr(self, name))
+        _at_least("trainer.seed", self.seed, 0)
+        if self.val_every_steps is not None:
+            _positive("trainer.val_every_steps (null for at the end only)", self.val_every_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,5 +142,10 @@ class QATRecipe:
 
 
 def _positive(name: str, value: float) -> None:
-    if value <= 0:
+    if not 0 < value < math.inf:   # also refuses NaN
         raise ValueError(f"{name}: must be positive; got {value}.")
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not least <= value < math.inf:
+        raise ValueError(f"{name}: must be at least {least}; got {value}.")

@@ -2,11 +2,12 @@
 
 import ast
 import hashlib
+import json
 import platform
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 import lightning as L
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from .config import DataConfig, Source
 from .packing import cut_rows, pick_row, spread
 
+T = TypeVar("T")
 HELDOUT_MODULUS = 10
 datasets.disable_progress_bars()   # local files of a few rows; the training bar is the one to watch
 
@@ -30,13 +32,26 @@ def is_held_out(name: str) -> bool:
 
 
 def read_source(source: Source) -> Iterator[tuple[str, Any]]:
-    """(name, text | {"messages", "tools"}) of the documents of one source, its `part` only.
+    """(name, text | {"messages", "tools"}) of the documents of one source: its `part`, at most `documents` of them.
 
-    Errors: FileNotFoundError for a path that is not there, ValueError for a missing column, each naming the remedy.
+    Errors: FileNotFoundError for a path that is not there, ValueError for a column, a row or a file that cannot be used,
+        each naming the source and the remedy.
     """
-    for name, document in _stdlib_modules() if source.stdlib else _rows(source):
-        if source.part == "all" or (source.part == "heldout") == is_held_out(name):
-            yield name, document
+    if source.stdlib:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        names = [n for n in _stdlib_names(root) if _is_in_part(n, source)]
+        for name in _limited(names, source):
+            # the library's own tests hold files that no decoder or parser takes, on purpose: they are not code anyone reads
+            try:
+                text = (root / name).read_text(encoding="utf-8")
+                ast.parse(text)
+            except (UnicodeDecodeError, SyntaxError, ValueError):
+                continue
+            if text.strip():
+                yield name, text
+        return
+    documents = [(n, d) for n, d in _rows(source) if _is_in_part(n, source)]
+    yield from _limited(documents, source)
 
 
 def describe_source(source: Source) -> str:
@@ -46,24 +61,37 @@ def describe_source(source: Source) -> str:
     return str(source.path or "/".join(p for p in (source.hub, source.hub_config, source.split) if p))
 
 
-def _stdlib_modules() -> Iterator[tuple[str, str]]:
-    root = Path(sysconfig.get_paths()["stdlib"])
+def _is_in_part(name: str, source: Source) -> bool:
+    return source.part == "all" or (source.part == "heldout") == is_held_out(name)
+
+
+def _limited(items: list[T], source: Source) -> list[T]:
+    return items if source.documents is None else [items[i] for i in spread(len(items), limit=source.documents)]
+
+
+def _stdlib_names(root: Path) -> list[str]:
+    """Modules below Lib/ in name order; installed packages, tables of character sets and empty files are left out."""
+    names = []
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        # tables of character sets, and files that are broken on purpose, are not code anyone reads
-        if name.startswith(("site-packages/", "dist-packages/", "encodings/", "lib2to3/tests/data/")):
-            continue
-        try:
-            source = path.read_text(encoding="utf-8")
-            ast.parse(source)
-        except (UnicodeDecodeError, SyntaxError, ValueError):
-            continue
-        if source.strip():
-            yield name, source
+        if not name.startswith(("site-packages/", "dist-packages/", "encodings/", "lib2to3/tests/data/")) and path.stat().st_size:
+            names.append(name)
+    return names
+
+
+def _where(source: Source) -> str:
+    return f"data source {source.domain!r}"
+
+
+def _read_text(path: Path, source: Source) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{_where(source)}: {path} is not text: {error}. Convert it to UTF-8, or leave it out.") from error
 
 
 def _rows(source: Source) -> Iterator[tuple[str, Any]]:
-    where = f"data source {source.domain!r}"
+    where = _where(source)
     if source.path is not None:
         path = Path(source.path)
         if not path.exists():
@@ -72,28 +100,51 @@ def _rows(source: Source) -> Iterator[tuple[str, Any]]:
             files = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".py")) if path.is_dir() else [path]
             if not files:
                 raise ValueError(f"{where}: no .txt or .py file below {path.absolute()}.")
-            yield from ((p.name, p.read_text(encoding="utf-8")) for p in files)
+            yield from ((p.name, _read_text(p, source)) for p in files)
             return
-        builder = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(path.suffix)
-        if builder is None:
-            raise ValueError(f"{where}: path must be .jsonl, .json, .parquet, .txt, .py or a folder; got {path}.")
-        table = datasets.load_dataset(builder, data_files=str(path), split="train")
+        if path.suffix == ".jsonl":
+            table: Any = list(_json_lines(path, source))
+            columns = list(table[0]) if table else []
+        elif path.suffix == ".parquet":
+            table = datasets.load_dataset("parquet", data_files=str(path), split="train")
+            columns = table.column_names
+        else:
+            raise ValueError(f"{where}: path must be .jsonl, .parquet, .txt, .py or a folder; got {path}.")
     else:
         table = datasets.load_dataset(source.hub, source.hub_config, split=source.split)
+        columns = table.column_names
     for column in (source.text, source.prompt, source.response, source.tools):
-        if column is not None and column not in table.column_names:
-            raise ValueError(f"{where}: no column {column!r} in {describe_source(source)}; it has {', '.join(table.column_names)}.")
+        if column is not None and column not in columns:
+            raise ValueError(f"{where}: no column {column!r} in {describe_source(source)}; it has {', '.join(columns) or 'no rows'}.")
     if source.text is None and source.prompt is None:
         raise ValueError(f"{where}: name the column to read: text: COLUMN for plain text, prompt: COLUMN for a user's turn.")
-    for row in table:
+    for index, row in enumerate(table):
+        for column in (source.text, source.prompt, source.response):
+            if column is not None and not isinstance(row.get(column), str):
+                raise ValueError(f"{where}: row {index} of {describe_source(source)}: column {column!r} must be text; "
+                                 f"got {type(row.get(column)).__name__}. Repair or remove the row.")
         if source.text is not None:
             yield row[source.text], row[source.text]
             continue
         messages = [{"role": "user", "content": row[source.prompt]}]
         if source.response is not None:
             messages.append({"role": "assistant", "content": row[source.response]})
-        tools = _drop_nulls(row[source.tools]) if source.tools is not None else None
-        yield row[source.prompt], {"messages": messages, "tools": tools}
+        tools = row.get(source.tools) if source.tools is not None else None
+        yield row[source.prompt], {"messages": messages, "tools": _drop_nulls(tools) if isinstance(table, datasets.Dataset) else tools}
+
+
+def _json_lines(path: Path, source: Source) -> Iterator[dict[str, Any]]:
+    """Rows as they are written: Arrow would reorder keys, unify types and read dates in them."""
+    for number, line in enumerate(_read_text(path, source).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{_where(source)}: {path}, line {number}: not JSON: {error}. Each line is one object.") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{_where(source)}: {path}, line {number}: must be an object; got {type(row).__name__}.")
+        yield row
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -125,6 +176,14 @@ def token_rows(source: Source, *, tokenizer: Any, length: int) -> list[Tensor]:
             "Lower data.sequence_length or add text.")
     stream = torch.tensor(ids)
     return [stream[s:e] for s, e in cuts]
+
+
+def heldout_rows(config: DataConfig, *, tokenizer: Any) -> dict[str, list[Tensor]]:
+    """Domain -> rows of data.sequence_length + 1 tokens, at most data.heldout_rows of them, spread evenly over its text."""
+    found: dict[str, list[Tensor]] = {}
+    for source in config.heldout:
+        found.setdefault(source.domain, []).extend(token_rows(source, tokenizer=tokenizer, length=config.sequence_length))
+    return {d: [rows[i] for i in spread(len(rows), limit=config.heldout_rows)] for d, rows in found.items()}
 
 
 class TrainRows(Dataset[Tensor]):
@@ -175,10 +234,7 @@ class TextData(L.LightningDataModule):
         self.config, self.seed, self.batch_size, self.accumulate, self.max_steps = config, seed, batch_size, accumulate, max_steps
         length = config.sequence_length
         self.sources = [token_rows(s, tokenizer=tokenizer, length=length) for s in config.train]
-        self.heldout: dict[str, list[Tensor]] = {}
-        for s in config.heldout:
-            self.heldout.setdefault(s.domain, []).extend(token_rows(s, tokenizer=tokenizer, length=length))
-        self.heldout = {d: [rows[i] for i in spread(len(rows), limit=config.heldout_rows)] for d, rows in self.heldout.items()}
+        self.heldout = heldout_rows(config, tokenizer=tokenizer)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Batches of this rank, contiguous in the run's row index: step, then rank, then micro-batch, then row."""

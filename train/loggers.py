@@ -1,9 +1,11 @@
 """Weights & Biases, when the recipe asks for it."""
 
+import netrc
 import os
 import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 
 def wandb_logger(project: str | None, *, run_dir: Path) -> list[Any]:
@@ -22,9 +24,19 @@ def _offline_reason() -> str | None:
     mode = os.environ.get("WANDB_MODE")
     if mode in ("offline", "disabled", "dryrun"):
         return f"WANDB_MODE={mode}"
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0].split(":")[0]
+    url = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    host, port = url.hostname or "", url.port or (80 if url.scheme == "http" else 443)
     try:
-        socket.create_connection((host, 443), timeout=3).close()
+        socket.create_connection((host, port), timeout=3).close()
     except OSError as error:
         return f"{host} cannot be reached: {error}"
+    if not os.environ.get("WANDB_API_KEY") and not _has_netrc_entry(host):
+        return "no API key; run `wandb login` or set WANDB_API_KEY"
     return None
+
+
+def _has_netrc_entry(host: str) -> bool:
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

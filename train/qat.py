@@ -204,7 +204,7 @@ def _open_run(run_dir: Path, *, recipe: QATRecipe, plan: QuantPlan, model_dir: P
             "quant": {"format": "mxfp4", "scale_mode": recipe.quant.scale_mode, "source_dtype": str(SOURCE_DTYPE).removeprefix("torch."),
                       "trainable": recipe.quant.trainable},
             "plan": {"expert_tensors": len(plan.experts), "bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after},
-            "heldout_text": {s.domain: describe_source(s) for s in recipe.data.heldout}}
+            "heldout_text": {s.domain: " + ".join(describe_source(o) for o in recipe.data.heldout if o.domain == s.domain) for s in recipe.data.heldout}}
     run_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(run_dir / "recipe.yaml", text=to_yaml(recipe))
     _write_meta(run_dir, meta)

@@ -62,7 +62,7 @@ def _round_blocks_ref(w: Tensor, *, scale_mode: ScaleMode) -> tuple[Tensor, Tens
     blocks = w.float().unflatten(-1, (w.shape[-1] // MX_BLOCK_SIZE, MX_BLOCK_SIZE))
     amax_Q = blocks.abs().amax(-1) if w.numel() else blocks.new_zeros(blocks.shape[:-1])
     if not bool(torch.isfinite(amax_Q).all()):   # amax of a block with NaN is NaN
-        index = tuple(int(i) for i in (~torch.isfinite(w)).nonzero()[0])
+        index = tuple(int(i) for i in (~torch.isfinite(w.float())).nonzero()[0])
         raise ValueError(
             f"quantize_mxfp4: weights must be finite; got {float(w[index])} at index {index} of shape {tuple(w.shape)}. "
             "NaN and infinity have no MXFP4 code: repair the weight before quantizing.")

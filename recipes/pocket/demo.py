@@ -13,11 +13,12 @@ import time
 from pathlib import Path
 
 import torch
+
 from kilotok.quant.archs import load_model, load_tokenizer
 from kilotok.quant.checkpoint import CheckpointReader, load_exported_model
 from kilotok.quant.quality import Quality, measure_quality, pool
 from kilotok.train.config import QATRecipe
-from kilotok.train.data import TextData
+from kilotok.train.data import heldout_rows
 from kilotok.train.recipe import load_recipe
 from kilotok.train.report import qat_table
 
@@ -37,11 +38,11 @@ def stage(title: str, command: list[str]) -> None:
 def measure_export(out: Path, *, recipe: QATRecipe) -> dict[str, Quality]:
     """Held-out quality of the exported directory, read from its packed bytes."""
     t = recipe.trainer
-    data = TextData(recipe.data, tokenizer=load_tokenizer(out), seed=t.seed, batch_size=t.batch_size, accumulate=1, max_steps=1)
+    rows_by_domain = heldout_rows(recipe.data, tokenizer=load_tokenizer(out))
     model = load_exported_model(out, dtype=torch.float32)
     parent = load_model(Path(recipe.model), dtype=torch.float32)
     return {d: measure_quality(model, parent=parent, rows=rows, rows_per_batch=t.batch_size, chunk_rows=recipe.loss.chunk_rows)
-            for d, rows in data.heldout.items()}
+            for d, rows in rows_by_domain.items()}
 
 
 def main() -> None:

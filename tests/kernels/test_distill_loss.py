@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from kilotok.kernels.loss import DistillationSums, distillation_sums_ref
 from tolerances import DISTILL_BF16_LOGITS, DISTILL_CHUNKS_FP32, DISTILL_GRAD_FP32, DISTILL_SUM_FP32, assert_equal, assert_within
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from kilotok.kernels.loss import DistillationSums, distillation_sums_ref
 
 T, D, V = 37, 16, 101
 WEIGHTS = {"kl": (1.0, 0.0), "ce": (0.0, 1.0), "both": (0.7, 0.3)}

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, CODE_VALUES, MODES, MX_BLOCK_SIZE, RoundingCase, ScaleMode, codes, values
+from tolerances import assert_equal
+from torch import Tensor
+
 from kilotok.kernels.mx import (
     E2M1_MAGNITUDES,
     MAX_EXACT_SCALE,
@@ -18,8 +21,6 @@ from kilotok.kernels.mx import (
     quantize_mxfp4_ref,
     unpack_codes_ref,
 )
-from tolerances import assert_equal
-from torch import Tensor
 
 GOLDENS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "goldens" / "mxfp4_golden.json").read_text())["vectors"]
 DTYPES = [torch.bfloat16, torch.float32]

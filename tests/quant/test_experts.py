@@ -4,17 +4,18 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import kilotok.quant.experts as seam
 import pytest
 import torch
 from cases import MODES, ScaleMode
+from tolerances import EXPERTS_EAGER_FP32, assert_equal, assert_within
+from torch import Tensor, nn
+from transformers import PretrainedConfig, Qwen3MoeConfig
+
+import kilotok.quant.experts as seam
 from kilotok.quant.archs import build_model, find_arch
 from kilotok.quant.experts import attach_fake_quant
 from kilotok.quant.plan import ExpertWeight, find_experts
 from kilotok.quant.tensor import fake_quant_weight
-from tolerances import EXPERTS_EAGER_FP32, assert_equal, assert_within
-from torch import Tensor, nn
-from transformers import PretrainedConfig, Qwen3MoeConfig
 
 LAYERS, NUM_EXPERTS, VOCAB = 2, 5, 96
 NAMES = [f"model.layers.{i}.mlp.experts.{leaf}" for i in range(LAYERS) for leaf in ("gate_up_proj", "down_proj")]

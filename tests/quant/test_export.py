@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from kilotok.quant.archs import load_config, load_model
 from kilotok.quant.checkpoint import CheckpointReader, disk, export_run, inspect_directory, load_exported_model, read_exported_experts, sha256_of_weights
 from kilotok.quant.checkpoint import export as export_module
@@ -17,8 +20,6 @@ from kilotok.quant.experts import attach_fake_quant
 from kilotok.quant.plan import make_plan
 from kilotok.quant.tensor import fake_quant_weight
 from kilotok.runtime.cli import main as kilotok
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 EXPERTS = [f"model.layers.{i}.mlp.experts.{p}" for i in (0, 1) for p in ("gate_up_proj", "down_proj")]
 

@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases import MODES, ScaleMode
+from torch import nn
+from transformers import LlamaConfig, OlmoeConfig, PretrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
+
 from kilotok.quant.archs import build_model, find_arch, load_config
 from kilotok.quant.plan import PlanRow, QuantPlan, find_experts, make_plan
-from transformers import LlamaConfig, OlmoeConfig, PretrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 TINY = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64,
         "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None}
@@ -137,6 +140,17 @@ def test_a_loaded_model_has_the_same_experts_as_its_plan() -> None:
     config = qwen2(mlp_only_layers=[1])
     model = build_model(config, device="cpu")
     assert find_experts(model, arch=find_arch("qwen2_moe", where="parent")) == plan_of(config).experts
+
+
+def test_rank_and_owner_decide_not_names() -> None:
+    """Look-alikes that no family of the catalogue has today: a 2-D fused weight, and a 3-D one outside the experts module."""
+    layers = nn.ModuleDict()
+    for i, (owner, shape) in enumerate([("experts", (4, 64, 64)), ("experts", (64, 64)), ("shared_experts", (4, 64, 64))]):
+        module = nn.Module()
+        module.register_parameter("gate_up_proj", nn.Parameter(torch.zeros(shape)))
+        layers[str(i)] = nn.ModuleDict({"mlp": nn.ModuleDict({owner: module})})
+    model = nn.ModuleDict({"model": nn.ModuleDict({"layers": layers})})
+    assert [e.name for e in find_experts(model, arch=find_arch("qwen3_moe", where="parent"))] == ["model.layers.0.mlp.experts.gate_up_proj"]
 
 
 # --- refusals ---

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from kilotok.quant.archs import build_model, find_arch, load_model, load_tokenizer
-from kilotok.quant.plan import find_experts
-from kilotok.quant.quality import Quality, measure_quality, pool
 from tolerances import CROSS_ENTROPY_FP32, assert_within
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
+
+from kilotok.quant.archs import build_model, find_arch, load_model, load_tokenizer
+from kilotok.quant.plan import find_experts
+from kilotok.quant.quality import Quality, measure_quality, pool
 
 VOCAB = 96
 

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, MODES, RoundingCase, ScaleMode, values
-from kilotok.kernels.mx import fake_quant_mxfp4_ref, quantize_mxfp4_ref
-from kilotok.quant.tensor import SOURCE_DTYPE, MXFP4Tensor, fake_quant_weight, quantize_weight
 from tolerances import assert_equal
 from torch import Tensor
+
+from kilotok.kernels.mx import fake_quant_mxfp4_ref, quantize_mxfp4_ref
+from kilotok.quant.tensor import SOURCE_DTYPE, MXFP4Tensor, fake_quant_weight, quantize_weight
 
 NAME = "model.layers.3.mlp.experts.down_proj"
 

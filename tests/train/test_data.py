@@ -13,11 +13,12 @@ import pyarrow.parquet
 import pytest
 import torch
 import yaml
+from torch import Tensor
+from transformers import AutoTokenizer
+
 from kilotok.train.config import DataConfig, Source
 from kilotok.train.data import HELDOUT_MODULUS, TextData, is_held_out, read_source, token_rows
 from kilotok.train.packing import pick_row
-from torch import Tensor
-from transformers import AutoTokenizer
 
 POCKET_RECIPE = Path(__file__).parents[2] / "recipes" / "pocket"
 
@@ -215,7 +216,7 @@ def test_unknown_suffix(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "a.csv"
     path.touch()
     assert refusal(ValueError, source(path, text="text"), tokenizer) == \
-        f"data source 'd': path must be .jsonl, .json, .parquet, .txt, .py or a folder; got {path}."
+        f"data source 'd': path must be .jsonl, .parquet, .txt, .py or a folder; got {path}."
 
 
 def test_folder_without_text(tmp_path: Path, tokenizer: Any) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+
 from kilotok.train.packing import cut_rows, pick_row, spread
 from kilotok.train.schedule import warmup_cosine
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from kilotok.quant.checkpoint import disk
 from kilotok.quant.checkpoint.run import Run
 from kilotok.train.cli import main as train
-from safetensors.torch import load_file, save_file
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from kilotok.train.config import DataConfig, LossConfig, OptimConfig, QATRecipe, QuantConfig, Source, TrainerConfig
 from kilotok.train.recipe import RecipeError, load_recipe, option_names, to_yaml
 
@@ -21,7 +22,7 @@ OPTIONS = [   # frozen: a renamed option breaks recipes and command lines that p
     "trainer", "trainer.max_steps", "trainer.batch_size", "trainer.accumulate_grad_batches", "trainer.precision", "trainer.accelerator",
     "trainer.devices", "trainer.checkpoint_every_steps", "trainer.log_every_steps", "trainer.val_every_steps", "trainer.wandb_project", "trainer.seed",
 ]
-SOURCE_KEYS = ["domain", "weight", "stdlib", "hub", "hub_config", "split", "path", "text", "prompt", "response", "tools", "part"]
+SOURCE_KEYS = ["domain", "weight", "stdlib", "hub", "hub_config", "split", "path", "text", "prompt", "response", "tools", "documents", "part"]
 
 
 def base() -> dict[str, Any]:
@@ -119,13 +120,13 @@ def test_abbreviated_override_is_refused(tmp_path: Path) -> None:
     ("trainer.max_steps", "many", "many"),
     ("trainer.max_steps", 1.5, "1.5"),
     ("trainer.max_steps", True, "True"),
-    ("trainer.max_steps", None, "None"),
-    ("trainer.seed", None, "None"),
+    ("trainer.max_steps", None, "null"),
+    ("trainer.seed", None, "null"),
     ("trainer.precision", "fp16", "fp16"),
     ("optim.betas", [0.9], "0.9"),
     ("optim", "fast", "fast"),
     ("quant", 3, "3"),
-    ("quant", None, "None"),
+    ("quant", None, "null"),
     ("data.train", 5, "5"),
     ("data.train[0]", 5, "5"),
     ("data.train[0].part", "test", "test"),
@@ -145,14 +146,14 @@ def test_wrong_type_names_the_key_and_the_value(tmp_path: Path, key: str, value:
     ("trainer.max_steps", -1, "trainer.max_steps: must be positive; got -1."),
     ("trainer.batch_size", 0, "trainer.batch_size: must be positive; got 0."),
     ("loss.chunk_rows", 0, "loss.chunk_rows: must be positive; got 0."),
-    ("loss.kl_weight", 0.0, "loss: kl_weight and ce_weight must not be negative nor both zero; got 0.0 and 0.0."),
+    ("loss.kl_weight", 0.0, "loss: kl_weight and ce_weight must not both be zero; got 0.0 and 0.0. There would be nothing to train on."),
     ("optim.lr", -1.0, "optim.lr: must be positive; got -1.0."),
     ("data.sequence_length", 0, "data.sequence_length: must be positive; got 0."),
     ("data.heldout_rows", -2, "data.heldout_rows: must be positive; got -2."),
     ("data.train[0].path", None, "data source 'code': needs one of stdlib: true, hub: NAME or path: FILE; got none."),
     ("data.train[0].stdlib", True, "data source 'code': stdlib excludes hub and path; got 'x.jsonl'."),
     ("data.train[0].prompt", "q", "data source 'code': give text or prompt, not both; got 'text' and 'q'."),
-    ("data.train[1].weight", 0.0, "data source 'math': weight must be positive; got 0.0."),
+    ("data.train[1].weight", 0.0, "data source 'math': weight: must be positive; got 0.0."),
 ])
 def test_invalid_value_gives_the_config_s_message(tmp_path: Path, key: str, value: Any, expected: str) -> None:
     assert message(tmp_path, changed(key, value)) == expected
