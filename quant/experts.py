@@ -45,10 +45,13 @@ class _WithWeights:
 
 
 def _mxfp4_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    names: dict[str, str] = module._mxfp4_names  # type: ignore[assignment]
-    scale_mode: ScaleMode = module._mxfp4_scale_mode  # type: ignore[assignment]
-    # every MXFP4 value is exact in bf16 and fp32, so taking the activations' dtype changes nothing
-    weights = {leaf: _StraightThrough.apply(module._parameters[leaf], name, scale_mode, hidden.dtype) for leaf, name in names.items()}
+    names: dict[str, str] = module.__dict__.get("_mxfp4_names", {})   # none: a module that was not attached stays as it is
+    scale_mode: ScaleMode = module.__dict__.get("_mxfp4_scale_mode", "even")
+    # Every MXFP4 value is exact in bf16 and fp32, so the weights take the dtype the product is to run in. grouped_mm is not
+    # autocast-enabled and follows its weights' dtype; under autocast the residual stream is fp32.
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    weights = {leaf: _StraightThrough.apply(module._parameters[leaf], name, scale_mode, dtype) for leaf, name in names.items()}
     output: Tensor = experts_function(BASE_FUNCTION)(_WithWeights(module, weights), hidden, top_k_index, top_k_weights)
     return output
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernels.mx import MX_BLOCK_SIZE, ScaleMode
+from ..kernels.mx import MX_BLOCK_SIZE, SCALE_MODES, ScaleMode
 from .archs import MoEArch, build_model, find_arch
 
 
@@ -76,6 +76,8 @@ def make_plan(config: Any, *, scale_mode: ScaleMode, where: str) -> QuantPlan:
     Errors: ValueError for a family not in the catalogue, for zero matches, and for an expert whose input dimension is no
         multiple of 32; each names the tensor and what to do.
     """
+    if scale_mode not in SCALE_MODES:
+        raise ValueError(f"{where}: scale_mode must be one of {', '.join(SCALE_MODES)}; got {scale_mode!r}.")
     arch = find_arch(config.model_type, where=where)
     model = build_model(config, device="meta")
     experts = find_experts(model, arch=arch)

@@ -61,7 +61,9 @@ def measure_quality(
 
 
 def pool(parts: Sequence[Quality]) -> Quality:
-    """One figure over several texts, weighted by their tokens."""
+    """One figure over several texts, weighted by their tokens. Errors: ValueError for none."""
+    if not parts:
+        raise ValueError("pool: at least one text is needed; got none.")
     tokens = sum(q.tokens for q in parts)
 
     def mean(values: Sequence[float]) -> float:

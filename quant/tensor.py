@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.mx import (
+    MAX_EXACT_SCALE,
     MX_BLOCK_SIZE,
     SCALE_MODES,
     ScaleMode,
@@ -63,14 +64,23 @@ def quantize_weight(weight: Tensor, *, name: str, scale_mode: ScaleMode) -> MXFP
     Errors: ValueError naming `name` and the index for NaN or infinity, and for a D that is no multiple of 32.
     """
     with _naming(name):
-        codes, scales = quantize_mxfp4_ref(weight.to(SOURCE_DTYPE), scale_mode=scale_mode)
+        codes, scales = quantize_mxfp4_ref(_as_source(weight), scale_mode=scale_mode)
+        if scales.numel() and int(scales.max()) > MAX_EXACT_SCALE:
+            raise ValueError(f"a block of magnitude {float(weight.abs().max()):.3g} needs scale byte {int(scales.max())}, which bf16 and fp32 readers cannot "
+                             f"hold (largest {MAX_EXACT_SCALE}). The weight has diverged: repair it before quantizing.")
     return MXFP4Tensor(blocks=pack_codes_ref(codes), scales=scales, scale_mode=scale_mode)
 
 
 def fake_quant_weight(weight: Tensor, *, name: str, scale_mode: ScaleMode) -> Tensor:
     """The values the packed weight will have, bf16. Shapes and errors as `quantize_weight`."""
     with _naming(name):
-        return fake_quant_mxfp4_ref(weight.to(SOURCE_DTYPE), scale_mode=scale_mode)
+        return fake_quant_mxfp4_ref(_as_source(weight), scale_mode=scale_mode)
+
+
+def _as_source(weight: Tensor) -> Tensor:
+    if not weight.is_floating_point():
+        raise TypeError(f"quantize_weight: weights must be a floating-point tensor; got {weight.dtype}.")
+    return weight.to(SOURCE_DTYPE)
 
 
 class _naming:

@@ -36,7 +36,7 @@ def distillation_sums_ref(
 ) -> DistillationSums:
     """KL(teacher || student) at temperature 1 and both cross-entropies, summed over rows.
 
-    Shapes: hidden_TD, teacher_hidden_TD [T, D]; head_VD, teacher_head_VD [V, D]; labels_T int64.
+    Shapes: hidden_TD, teacher_hidden_TD [T, D]; head_VD, teacher_head_VD [V, D]; labels_T int64 in 0..V-1, every row counted.
     Numerics: logits in the hidden states' dtype, softmax and sums in fp32. Gradients reach hidden_TD and head_VD only.
     Errors: ValueError when the rows disagree or chunk_rows is not positive.
     """

@@ -20,7 +20,7 @@ def dequantize_mxfp4_ref(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype =
     """
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise TypeError(f"dequantize_mxfp4: blocks and scales must be uint8; got {blocks.dtype} and {scales.dtype}.")
-    if blocks.shape[-1] != 16 or blocks.shape[:-1] != scales.shape:
+    if blocks.dim() < 2 or blocks.shape[-1] != 16 or blocks.shape[:-1] != scales.shape:
         raise ValueError(f"dequantize_mxfp4: blocks must be [..., Q, 16] with scales [..., Q]; got {tuple(blocks.shape)} and {tuple(scales.shape)}.")
     if dtype not in (torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"dequantize_mxfp4: {dtype} cannot hold every MXFP4 value. Use bfloat16 or float32.")
@@ -31,6 +31,5 @@ def dequantize_mxfp4_ref(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype =
             f"the largest that weights can use is {MAX_EXACT_SCALE}. The checkpoint is damaged or not MXFP4.")
     table = torch.tensor([*E2M1_MAGNITUDES, *(-m for m in E2M1_MAGNITUDES)], dtype=torch.float32, device=blocks.device)
     values = table[unpack_codes_ref(blocks).int()]
-    # 2**-127 is subnormal in fp32, so the multiplication is split in two exact halves by ldexp on the exponent.
     weights = torch.ldexp(values, scales[..., None].int() - 127)
     return weights.flatten(-2).to(dtype)

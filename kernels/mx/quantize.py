@@ -59,15 +59,17 @@ def _check_input(w: Tensor) -> None:
 def _round_blocks_ref(w: Tensor, *, scale_mode: ScaleMode) -> tuple[Tensor, Tensor]:
     """E2M1 values in units of the scale, fp32 [..., Q, 32], and the unbiased exponents, int32 [..., Q]."""
     _check_input(w)
-    blocks = w.float().unflatten(-1, (w.shape[-1] // MX_BLOCK_SIZE, MX_BLOCK_SIZE))
+    # fp64 stays: widening is exact, narrowing would round twice
+    blocks = (w if w.dtype == torch.float64 else w.float()).unflatten(-1, (w.shape[-1] // MX_BLOCK_SIZE, MX_BLOCK_SIZE))
     amax_Q = blocks.abs().amax(-1) if w.numel() else blocks.new_zeros(blocks.shape[:-1])
-    if not bool(torch.isfinite(amax_Q).all()):   # amax of a block with NaN is NaN
-        index = tuple(int(i) for i in (~torch.isfinite(w.float())).nonzero()[0])
+    largest = torch.finfo(torch.float32).max
+    if not bool((amax_Q <= largest).all()):   # false for NaN too
+        index = tuple(int(i) for i in (~(blocks.flatten(-2).abs() <= largest)).nonzero()[0])
         raise ValueError(
             f"quantize_mxfp4: weights must be finite; got {float(w[index])} at index {index} of shape {tuple(w.shape)}. "
-            "NaN and infinity have no MXFP4 code: repair the weight before quantizing.")
+            "NaN, infinity and what float32 cannot hold have no MXFP4 code: repair the weight before quantizing.")
     exponents_Q = _scale_exponents_ref(amax_Q, scale_mode=scale_mode)
-    scaled = torch.ldexp(blocks, -exponents_Q[..., None])   # exact: |w| / 2**s is at most 8 and far from fp32's limits
+    scaled = torch.ldexp(blocks, -exponents_Q[..., None])   # exact: at most 8, except where the exponent was clamped
     # The grid's step is 0.5 below 2, 1 below 4 and 2 above: 2**(clamp(floor(log2), 0, 2) - 1).
     step_exponents = (torch.frexp(scaled).exponent - 1).clamp(0, _E2M1_MAX_EXPONENT) - 1
     values = torch.ldexp(torch.round(torch.ldexp(scaled, -step_exponents)), step_exponents)   # round() ties to even
@@ -87,6 +89,6 @@ def quantize_mxfp4_ref(w: Tensor, *, scale_mode: ScaleMode) -> tuple[Tensor, Ten
     # Twice the magnitude is 0, 1, 2, 3, 4, 6, 8, 12: the index is the number of bounds it reaches.
     twice = (values.abs() * 2).to(torch.int32)
     bounds = torch.tensor([1, 2, 3, 4, 6, 8, 12], dtype=torch.int32, device=w.device)
-    codes = torch.bucketize(twice, bounds, right=True)
+    codes = torch.bucketize(twice.contiguous(), bounds, right=True)
     codes = codes + 8 * (values < 0)
     return codes.to(torch.uint8), (exponents_Q + _E8M0_BIAS).to(torch.uint8)

@@ -8,7 +8,7 @@ from cases import CASES, MODES, RoundingCase, ScaleMode, values
 from tolerances import assert_equal
 from torch import Tensor
 
-from kilotok.kernels.mx import fake_quant_mxfp4_ref, quantize_mxfp4_ref
+from kilotok.kernels.mx import MAX_EXACT_SCALE, fake_quant_mxfp4_ref, quantize_mxfp4_ref
 from kilotok.quant.tensor import SOURCE_DTYPE, MXFP4Tensor, fake_quant_weight, quantize_weight
 
 NAME = "model.layers.3.mlp.experts.down_proj"
@@ -77,12 +77,16 @@ def test_packed_reads_back_to_the_fake_quantized_weight(shape: tuple[int, ...], 
     assert fake.dtype == SOURCE_DTYPE and not torch.equal(fake.float(), w.float())
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if bool(torch.isfinite(c.tensor().bfloat16()).all())], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.scale <= MAX_EXACT_SCALE and bool(torch.isfinite(c.tensor().bfloat16()).all())], ids=str)
 def test_cases_through_the_bf16_rule(case: RoundingCase) -> None:
     """The same table, each block rounded to bf16 first. Where that changes the block, its answer may be another one."""
     w = case.tensor()
     rounded = w.to(torch.bfloat16)
     codes, scales = quantize_mxfp4_ref(rounded, scale_mode=case.scale_mode)
+    if int(scales.max()) > MAX_EXACT_SCALE:   # rounding to bf16 carried the block beyond what can be read back
+        with pytest.raises(ValueError, match="needs scale byte 253"):
+            quantize_weight(w, name=NAME, scale_mode=case.scale_mode)
+        return
     packed = quantize_weight(w, name=NAME, scale_mode=case.scale_mode)
     assert_equal(packed.scales, scales)
     assert_equal(packed.blocks, codes[..., 0::2] + 16 * codes[..., 1::2])
