@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..kernels.loss import distillation_sums_ref
 from ..quant.archs import load_config, load_model, load_tokenizer
-from ..quant.checkpoint import require_free_space, write_atomically
+from ..quant.checkpoint import CheckpointReader, require_free_space, write_atomically
 from ..quant.checkpoint.run import RUN_METADATA, newest_checkpoint, step_of
 from ..quant.experts import attach_fake_quant
 from ..quant.plan import QuantPlan, make_plan
@@ -99,6 +99,7 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
             return meta
     plan = make_plan(load_config(model_dir), scale_mode=recipe.quant.scale_mode, where=recipe.model)
     print(plan.table(), flush=True)
+    CheckpointReader(model_dir)   # every weight file is there and whole, before transformers reads them
     autocast = AUTOCAST[recipe.trainer.precision]
     parent = load_model(model_dir, dtype=autocast or torch.float32)
     require_finite(parent)
