@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from ..kernels.loss import distillation_sums_ref
@@ -91,14 +92,15 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
         made by another recipe; ValueError and FileNotFoundError for a model or data that cannot be used.
     """
     run_dir, model_dir = Path(recipe.run), Path(recipe.model)
-    checkpoint = _check_run_dir(run_dir, recipe=recipe, resume=resume)
+    # Lightning starts this command again for every further device; only the first checks, creates and writes the run.
+    checkpoint = _check_run_dir(run_dir, recipe=recipe, resume=resume) if rank_zero_only.rank == 0 else newest_checkpoint(run_dir) if resume else None
     if checkpoint is not None and step_of(checkpoint) >= recipe.trainer.max_steps:
         meta: dict[str, Any] = json.loads((run_dir / RUN_METADATA).read_text())
         if meta["status"] == "complete":
             print(f"{run_dir}: complete at step {step_of(checkpoint)}; nothing to do")
             return meta
     plan = make_plan(load_config(model_dir), scale_mode=recipe.quant.scale_mode, where=recipe.model)
-    print(plan.table(), flush=True)
+    rank_zero_print(plan.table())
     CheckpointReader(model_dir)   # every weight file is there and whole, before transformers reads them
     autocast = AUTOCAST[recipe.trainer.precision]
     parent = load_model(model_dir, dtype=autocast or torch.float32)
@@ -136,7 +138,7 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
         return result
 
     if "round_to_nearest" not in meta:
-        print("measuring the parent and round-to-nearest on held-out text", flush=True)
+        rank_zero_print("measuring the parent and round-to-nearest on held-out text")
         module.to(trainer.strategy.root_device)
         meta["round_to_nearest"] = {d: q.to_json() for d, q in measure().items()}   # before a step the student is the rounded parent
         _write_meta(run_dir, meta)
@@ -144,18 +146,24 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
     if trainer.global_step != t.max_steps:
         raise RuntimeError(f"train qat: stopped at step {trainer.global_step} of {t.max_steps}. Continue with --resume.")
     final = run_dir / "checkpoints" / f"step-{trainer.global_step:08d}.ckpt"
-    if not final.exists():
-        previous = newest_checkpoint(run_dir)
+    if newest_checkpoint(run_dir) != final:
         trainer.save_checkpoint(final)
-        if previous is not None and previous != final:
-            previous.unlink()
-    print("measuring the trained model on held-out text", flush=True)
+        if trainer.is_global_zero:
+            for previous in final.parent.glob("step-*.ckpt"):
+                if previous != final:
+                    previous.unlink()
+    rank_zero_print("measuring the trained model on held-out text")
     module.to(trainer.strategy.root_device)
     meta["qat"] = {d: q.to_json() for d, q in measure().items()}
     meta["status"] = "complete"
     _write_meta(run_dir, meta)
-    print(qat_table(meta))
+    rank_zero_print(qat_table(meta))
     return meta
+
+
+def rank_zero_print(text: str) -> None:
+    if rank_zero_only.rank == 0:
+        print(text, flush=True)
 
 
 def require_finite(model: nn.Module) -> None:
@@ -175,7 +183,7 @@ def _check_run_dir(run_dir: Path, *, recipe: QATRecipe, resume: bool) -> Path | 
             print(f"{run_dir}: no run to resume; starting a new one", flush=True)
         return None
     if not (run_dir / RUN_METADATA).is_file():
-        if any(run_dir.iterdir()):
+        if {p.name for p in run_dir.iterdir() if ".partial" not in p.name} - {"recipe.yaml"}:   # recipe.yaml alone: killed while starting
             raise RecipeError(f"run: {run_dir.absolute()} exists and is no run of ours. Choose another --run, or remove it.")
         return None
     if not resume:
@@ -206,11 +214,14 @@ def _open_run(run_dir: Path, *, recipe: QATRecipe, plan: QuantPlan, model_dir: P
                       "trainable": recipe.quant.trainable},
             "plan": {"expert_tensors": len(plan.experts), "bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after},
             "heldout_text": {s.domain: " + ".join(describe_source(o) for o in recipe.data.heldout if o.domain == s.domain) for s in recipe.data.heldout}}
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_atomically(run_dir / "recipe.yaml", text=to_yaml(recipe))
-    _write_meta(run_dir, meta)
+    _write_meta(run_dir, meta, recipe=recipe)
     return meta
 
 
-def _write_meta(run_dir: Path, meta: dict[str, Any]) -> None:
+@rank_zero_only
+def _write_meta(run_dir: Path, meta: dict[str, Any], *, recipe: QATRecipe | None = None) -> None:
+    """RUN/meta.json, and RUN/recipe.yaml before it when the run is new: a folder with meta.json is a run."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if recipe is not None:
+        write_atomically(run_dir / "recipe.yaml", text=to_yaml(recipe))
     write_atomically(run_dir / RUN_METADATA, text=json.dumps(meta, indent=2) + "\n")

@@ -83,6 +83,20 @@ def test_accumulated_micro_batches_read_the_same_rows_as_one_batch(tiny_recipe: 
         assert float(difference.max()) <= 2.1e-3 and float(difference.mean()) < 2e-5, name
 
 
+def test_two_devices_read_the_rows_of_one_and_train_alike(tiny_recipe: Path, tmp_path: Path) -> None:
+    """Data-parallel over two CPU processes against one device with the joint batch; bounds as for accumulation above."""
+    common = [sys.executable, "-m", "kilotok.train.cli", "qat", str(tiny_recipe), "--trainer.max_steps", "2", "--trainer.checkpoint_every_steps", "1"]
+    for run, extra in (("one", ["--trainer.batch_size", "4"]), ("two", ["--trainer.devices", "2"])):
+        done = subprocess.run([*common, "--run", str(tmp_path / run), *extra], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("gap") == 2   # one table, its legend once
+    a, b = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
+    for name in a:
+        difference = (a[name] - b[name]).abs()
+        assert float(difference.max()) <= 4.2e-3 and float(difference.mean()) < 4e-5, name
+    assert len(list(csv.DictReader((tmp_path / "two" / "metrics.csv").open()))) == 2
+
+
 def test_kill_and_resume_gives_the_weights_of_an_uninterrupted_run(tiny_recipe: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kilotok.train.cli", "qat", str(tiny_recipe), "--trainer.max_steps", "40", "--trainer.checkpoint_every_steps", "5"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -21,6 +21,6 @@ class HeldoutQuality(L.Callback):
             return
         self._last = step
         quality = self.measure()
-        for logger in trainer.loggers:
+        for logger in trainer.loggers:   # each measures the same rows; loggers write on the first device only
             logger.log_metrics({"heldout_kl": quality.kl, "heldout_perplexity": quality.perplexity}, step=step - 1)   # the row of the step just done
         trainer.print(f"step {step}: held-out KL {quality.kl:.5f} nats, perplexity {quality.perplexity:.4f}")

@@ -21,6 +21,11 @@ class MetricsCSV(Logger):
     def __init__(self, path: Path, *, resumed_step: int) -> None:
         super().__init__()
         self.path = path
+        self._start(resumed_step)
+
+    @rank_zero_only
+    def _start(self, resumed_step: int) -> None:
+        path = self.path
         kept: list[dict[str, str]] = []
         if path.exists():
             with path.open(newline="") as f:
