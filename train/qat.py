@@ -93,7 +93,10 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
     """
     run_dir, model_dir = Path(recipe.run), Path(recipe.model)
     # Lightning starts this command again for every further device; only the first checks, creates and writes the run.
-    checkpoint = _check_run_dir(run_dir, recipe=recipe, resume=resume) if rank_zero_only.rank == 0 else newest_checkpoint(run_dir) if resume else None
+    if _is_first_rank():
+        checkpoint = _check_run_dir(run_dir, recipe=recipe, resume=resume)
+    else:
+        checkpoint = newest_checkpoint(run_dir) if resume else None
     if checkpoint is not None and step_of(checkpoint) >= recipe.trainer.max_steps:
         meta: dict[str, Any] = json.loads((run_dir / RUN_METADATA).read_text())
         if meta["status"] == "complete":
@@ -161,9 +164,13 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
     return meta
 
 
+def _is_first_rank() -> bool:
+    return getattr(rank_zero_only, "rank", None) in (None, 0)   # None before Lightning knows: a single process
+
+
+@rank_zero_only
 def rank_zero_print(text: str) -> None:
-    if rank_zero_only.rank == 0:
-        print(text, flush=True)
+    print(text, flush=True)
 
 
 def require_finite(model: nn.Module) -> None:
