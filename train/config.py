@@ -123,7 +123,8 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for name in ("max_steps", "batch_size", "accumulate_grad_batches", "devices", "checkpoint_every_steps", "log_every_steps"):
             _positive(f"trainer.{name}", getattr(self, name))
-        _at_least("trainer.seed", self.seed, 0)
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"trainer.seed: must lie in 0..2**32 - 1; got {self.seed}.")
         if self.val_every_steps is not None:
             _positive("trainer.val_every_steps (null for at the end only)", self.val_every_steps)
 

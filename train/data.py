@@ -123,6 +123,9 @@ def _rows(source: Source) -> Iterator[tuple[str, Any]]:
             if column is not None and not isinstance(row.get(column), str):
                 raise ValueError(f"{where}: row {index} of {describe_source(source)}: column {column!r} must be text; "
                                  f"got {type(row.get(column)).__name__}. Repair or remove the row.")
+            if column is not None and any("\ud800" <= c <= "\udfff" for c in row[column]):
+                raise ValueError(f"{where}: row {index} of {describe_source(source)}: column {column!r} holds half a surrogate pair, which is no text. "
+                                 "Repair or remove the row.")
         if source.text is not None:
             yield row[source.text], row[source.text]
             continue
@@ -167,6 +170,8 @@ def token_rows(source: Source, *, tokenizer: Any, length: int) -> list[Tensor]:
             texts.append(tokenizer.apply_chat_template(
                 document["messages"], tools=document["tools"], tokenize=False, add_generation_prompt=len(document["messages"]) == 1))
     end = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if end is None:
+        raise ValueError("tokenizer: needs a pad or an eos token to end documents with; it has neither. Set one in tokenizer_config.json.")
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     ids = [i for t in encoded for i in (*t, end)]
     cuts = cut_rows(ids, length=length)
@@ -235,6 +240,17 @@ class TextData(L.LightningDataModule):
         length = config.sequence_length
         self.sources = [token_rows(s, tokenizer=tokenizer, length=length) for s in config.train]
         self.heldout = heldout_rows(config, tokenizer=tokenizer)
+
+    def sha256(self) -> str:
+        """One hash over all rows: a run is resumed on the text it was started with, or not at all."""
+        digest = hashlib.sha256()
+        for rows in (*self.sources, *self.heldout.values()):
+            for row in rows:
+                digest.update(row.numpy().tobytes())
+        return digest.hexdigest()
+
+    def max_token_id(self) -> int:
+        return max(int(row.max()) for rows in (*self.sources, *self.heldout.values()) for row in rows)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Batches of this rank, contiguous in the run's row index: step, then rank, then micro-batch, then row."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..kernels.loss import distillation_sums_ref
 from ..quant.archs import load_config, load_model, load_tokenizer
-from ..quant.checkpoint import CheckpointReader, require_free_space, write_atomically
-from ..quant.checkpoint.run import RUN_METADATA, newest_checkpoint, step_of
+from ..quant.checkpoint import CheckpointReader, require_fitting_parent, require_free_space, write_atomically
+from ..quant.checkpoint.run import RUN_METADATA, newest_checkpoint, read_checkpoint, read_meta, step_of
 from ..quant.experts import attach_fake_quant
 from ..quant.plan import QuantPlan, make_plan
 from ..quant.quality import Quality, head_weight, hidden_states, measure_quality, pool
@@ -47,7 +47,7 @@ class QATModule(L.LightningModule):
         experts = {e.name for e in plan.experts}
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(recipe.quant.trainable == "all" or name in experts)
-        student.train()
+        student.eval()   # no dropout: the student is to be the parent, and a resumed run must draw nothing anew
         attach_fake_quant(student, experts=plan.experts, scale_mode=recipe.quant.scale_mode)
 
     @property
@@ -71,10 +71,13 @@ class QATModule(L.LightningModule):
         kl, ce = sums.kl / labels.numel(), sums.cross_entropy / labels.numel()
         loss = self.recipe.loss.kl_weight * kl + self.recipe.loss.ce_weight * ce
         if not bool(torch.isfinite(loss.detach())):
-            raise ValueError(f"train qat: the loss is {float(loss)} at step {self.global_step}. Lower optim.lr; the last checkpoint is intact.")
+            raise ValueError(f"train qat: the loss is {float(loss)} at step {self.global_step}: the run has diverged. Start a new --run with a lower optim.lr.")
         lr = self.trainer.optimizers[0].param_groups[0]["lr"]
         self.log_dict({"loss": loss.detach(), "kl": kl.detach(), "cross_entropy": ce.detach(), "lr": lr}, prog_bar=True)
         return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        require_finite(self.student)   # before the file replaces a good one
 
     def configure_optimizers(self) -> Any:
         o, steps = self.recipe.optim, self.recipe.trainer.max_steps
@@ -98,13 +101,18 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
     else:
         checkpoint = newest_checkpoint(run_dir) if resume else None
     if checkpoint is not None and step_of(checkpoint) >= recipe.trainer.max_steps:
-        meta: dict[str, Any] = json.loads((run_dir / RUN_METADATA).read_text())
+        meta: dict[str, Any] = read_meta(run_dir)
         if meta["status"] == "complete":
             print(f"{run_dir}: complete at step {step_of(checkpoint)}; nothing to do")
             return meta
-    plan = make_plan(load_config(model_dir), scale_mode=recipe.quant.scale_mode, where=recipe.model)
+    if checkpoint is not None:
+        read_checkpoint(checkpoint)
+    config = load_config(model_dir)
+    plan = make_plan(config, scale_mode=recipe.quant.scale_mode, where=recipe.model)
     rank_zero_print(plan.table())
-    CheckpointReader(model_dir)   # every weight file is there and whole, before transformers reads them
+    require_fitting_parent(CheckpointReader(model_dir), config=config, plan=plan)
+    if recipe.trainer.accelerator == "gpu" and not torch.cuda.is_available():
+        raise RecipeError("trainer.accelerator: gpu, but torch sees no CUDA device. Use cpu or auto, or install a CUDA build of torch.")
     autocast = AUTOCAST[recipe.trainer.precision]
     parent = load_model(model_dir, dtype=autocast or torch.float32)
     require_finite(parent)
@@ -112,12 +120,14 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
     t = recipe.trainer
     data = TextData(recipe.data, tokenizer=load_tokenizer(model_dir), seed=t.seed, batch_size=t.batch_size,
                     accumulate=t.accumulate_grad_batches, max_steps=t.max_steps)
+    if (largest := data.max_token_id()) >= config.vocab_size:
+        raise ValueError(f"tokenizer: gives token {largest}, but the model's vocab_size is {config.vocab_size}. They do not belong together.")
     module = QATModule(recipe, student=student, parent=parent, plan=plan)
     trained_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     require_free_space(run_dir, num_bytes=2 * 3 * trained_bytes, what="train qat (two checkpoints of weights and optimizer)")
 
     L.seed_everything(t.seed, verbose=False)
-    meta = _open_run(run_dir, recipe=recipe, plan=plan, model_dir=model_dir)
+    meta = _open_run(run_dir, recipe=recipe, plan=plan, model_dir=model_dir, text_sha256=data.sha256())
     loggers = [MetricsCSV(run_dir / "metrics.csv", resumed_step=step_of(checkpoint) if checkpoint else 0), *wandb_logger(t.wandb_project, run_dir=run_dir)]
     pick = "auto" if t.accelerator == "auto" else t.accelerator
     callbacks: list[L.Callback] = [ModelCheckpoint(
@@ -133,12 +143,8 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
 
     def measure() -> dict[str, Quality]:
         module.parent.to(module.device)
-        training = student.training
-        student.eval()
-        result = {d: measure_quality(student, parent=parent, rows=rows, rows_per_batch=t.batch_size, chunk_rows=recipe.loss.chunk_rows,
+        return {d: measure_quality(student, parent=parent, rows=rows, rows_per_batch=t.batch_size, chunk_rows=recipe.loss.chunk_rows,
                                      autocast_dtype=autocast) for d, rows in data.heldout.items()}
-        student.train(training)
-        return result
 
     if "round_to_nearest" not in meta:
         rank_zero_print("measuring the parent and round-to-nearest on held-out text")
@@ -151,10 +157,7 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
     final = run_dir / "checkpoints" / f"step-{trainer.global_step:08d}.ckpt"
     if newest_checkpoint(run_dir) != final:
         trainer.save_checkpoint(final)
-        if trainer.is_global_zero:
-            for previous in final.parent.glob("step-*.ckpt"):
-                if previous != final:
-                    previous.unlink()
+    _round_as_exported(module, experts={e.name for e in plan.experts}, dtype=config.dtype or torch.bfloat16)
     rank_zero_print("measuring the trained model on held-out text")
     module.to(trainer.strategy.root_device)
     meta["qat"] = {d: q.to_json() for d, q in measure().items()}
@@ -171,6 +174,14 @@ def _is_first_rank() -> bool:
 @rank_zero_only
 def rank_zero_print(text: str) -> None:
     print(text, flush=True)
+
+
+@torch.no_grad()
+def _round_as_exported(module: QATModule, *, experts: set[str], dtype: torch.dtype) -> None:
+    """Give tensors trained beside the experts the values the export will write, so that what is measured is what ships."""
+    for name, parameter in module.student.named_parameters():
+        if parameter.requires_grad and name not in experts:
+            parameter.copy_(parameter.to(dtype))
 
 
 def require_finite(model: nn.Module) -> None:
@@ -195,9 +206,10 @@ def _check_run_dir(run_dir: Path, *, recipe: QATRecipe, resume: bool) -> Path | 
         return None
     if not resume:
         raise RecipeError(f"run: {run_dir.absolute()} exists. Continue it with --resume, choose another --run, or remove it.")
-    before = (run_dir / "recipe.yaml").read_text()
-    if before != to_yaml(recipe):
-        changed = [new for old, new in zip(before.splitlines(), to_yaml(recipe).splitlines(), strict=False) if old != new] or ["length of a list"]
+    # all but the last place of the run itself, which may have been moved or spelled differently
+    before, now = ([line for line in text.splitlines() if not line.startswith("run:")] for text in ((run_dir / "recipe.yaml").read_text(), to_yaml(recipe)))
+    if before != now:
+        changed = [new for old, new in zip(before, now, strict=False) if old != new] or ["length of a list"]
         raise RecipeError(f"run: {run_dir} was started with another recipe (now {changed[0].strip()!r}). "
                           f"Resume with the recipe in {run_dir / 'recipe.yaml'}, or choose another --run.")
     checkpoint = newest_checkpoint(run_dir)
@@ -205,12 +217,14 @@ def _check_run_dir(run_dir: Path, *, recipe: QATRecipe, resume: bool) -> Path | 
     return checkpoint
 
 
-def _open_run(run_dir: Path, *, recipe: QATRecipe, plan: QuantPlan, model_dir: Path) -> dict[str, Any]:
+def _open_run(run_dir: Path, *, recipe: QATRecipe, plan: QuantPlan, model_dir: Path, text_sha256: str) -> dict[str, Any]:
     """RUN/meta.json, new or as it was."""
     path = run_dir / RUN_METADATA
     record = run_record()
     if path.exists():
-        meta: dict[str, Any] = json.loads(path.read_text())
+        meta: dict[str, Any] = read_meta(run_dir)
+        if meta.get("text_sha256") != text_sha256:
+            raise RecipeError(f"data: the text has changed since {run_dir} was started (or the Python whose library it is). Restore it, or start a new run.")
         if meta["parent"]["sha256"] != parent_record(model_dir)["sha256"]:
             raise RecipeError(f"model: {model_dir} has changed since {run_dir} was started. Restore it, or start a new run.")
         meta["resumed"] = [*meta.get("resumed", []), record]
@@ -220,6 +234,7 @@ def _open_run(run_dir: Path, *, recipe: QATRecipe, plan: QuantPlan, model_dir: P
             "quant": {"format": "mxfp4", "scale_mode": recipe.quant.scale_mode, "source_dtype": str(SOURCE_DTYPE).removeprefix("torch."),
                       "trainable": recipe.quant.trainable},
             "plan": {"expert_tensors": len(plan.experts), "bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after},
+            "text_sha256": text_sha256,
             "heldout_text": {s.domain: " + ".join(describe_source(o) for o in recipe.data.heldout if o.domain == s.domain) for s in recipe.data.heldout}}
     _write_meta(run_dir, meta, recipe=recipe)
     return meta

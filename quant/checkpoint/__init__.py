@@ -1,5 +1,6 @@
 """Checkpoints: read, export, re-read and compare, inspect."""
 
+from .check import require_fitting_parent
 from .disk import new_directory, require_free_space, write_atomically
 from .export import ExportResult, export_run
 from .inspect import inspect_directory
@@ -14,6 +15,7 @@ __all__ = [
     "load_exported_model",
     "new_directory",
     "read_exported_experts",
+    "require_fitting_parent",
     "require_free_space",
     "sha256_of_weights",
     "write_atomically",

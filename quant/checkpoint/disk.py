@@ -24,6 +24,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     Errors: FileExistsError when `path` exists; OSError from a full disk, after clean-up.
     """
     refuse_existing(path)
+    created = [p for p in path.parent.parents if not p.exists()] + ([path.parent] if not path.parent.exists() else [])
     path.parent.mkdir(parents=True, exist_ok=True)
     for stale in path.parent.glob(f".{path.name}.partial-*"):
         if not _is_alive(stale.name.rsplit("-", 1)[1]):
@@ -37,18 +38,21 @@ def new_directory(path: Path) -> Iterator[Path]:
         partial.rename(path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        for folder in sorted(created, key=lambda p: -len(p.parts)):
+            with contextlib.suppress(OSError):   # someone else uses it by now
+                folder.rmdir()
         raise
 
 
 def refuse_existing(path: Path) -> None:
     """FileExistsError when there is something at `path`."""
-    if path.exists():
+    if os.path.lexists(path):
         raise FileExistsError(f"{path}: exists already. Nothing is overwritten: choose another directory, or remove this one first.")
 
 
 def write_atomically(path: Path, *, text: str) -> None:
     """Replace a small text file in one step."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("w") as f:
             f.write(text)

@@ -21,11 +21,14 @@ from ..archs import load_config
 from ..plan import QuantPlan, make_plan
 from ..tensor import SOURCE_DTYPE, fake_quant_weight, quantize_weight
 from . import compressed_tensors
+from .check import require_fitting_parent
 from .disk import new_directory, refuse_existing, require_free_space
 from .load import METADATA, read_exported_experts
 from .reader import INDEX, SINGLE, CheckpointReader, sha256_of_weights
 from .run import Run
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+CHAT_TEMPLATES = "additional_chat_templates"   # where transformers stores further templates
 MAX_SHARD_BYTES = 5_000_000_000   # the shard size Hugging Face tools write
 
 
@@ -36,7 +39,8 @@ class ExportResult:
     directory: Path
     expert_tensors: int
     expert_weights: int          # weights compared with the run, all equal
-    kept_tensors: int
+    kept_tensors: int            # copied bit for bit
+    rounded_tensors: int         # trained beside the experts, written in the parent's dtype
     bytes_before: int            # weight files of the parent
     bytes_after: int             # weight files of the export
 
@@ -55,8 +59,12 @@ def export_run(run_dir: Path, out: Path, *, parent_dir: Path | None = None) -> E
     if (found := sha256_of_weights(parent)) != run.parent_sha256:
         raise ValueError(f"{parent}: is not the parent of {run_dir}: weights hash to {found[:12]}, the run was made from {run.parent_sha256[:12]}. "
                          "Give the right one with --parent.")
-    plan = make_plan(load_config(parent), scale_mode=run.scale_mode, where=str(parent))
+    config = load_config(parent)
+    plan = make_plan(config, scale_mode=run.scale_mode, where=str(parent))
+    require_fitting_parent(reader, config=config, plan=plan)
     trained = run.load_trained_weights()
+    if config.tie_word_embeddings and EMBEDDING in trained and HEAD in reader:
+        trained.setdefault(HEAD, trained[EMBEDDING])   # one tensor in memory, a copy on disk
     missing = [e.name for e in plan.experts if e.name not in trained]
     if missing:
         raise ValueError(f"{run_dir}: the checkpoint at step {run.step} holds no {missing[0]} (of {len(missing)} missing). It belongs to another model.")
@@ -69,8 +77,10 @@ def export_run(run_dir: Path, out: Path, *, parent_dir: Path | None = None) -> E
             raise OSError(f"export: writing to {partial.parent} failed ({error}). Free some space or write elsewhere; nothing was kept.") from error
         expert_weights = _verify(partial, reader=reader, plan=plan, trained=trained)
         written = CheckpointReader(partial)
-        kept = sum(plan.arch.expert_slice(n) is None for n in reader.names)
-        result = ExportResult(directory=out, expert_tensors=len(reader.names) - kept, expert_weights=expert_weights, kept_tensors=kept,
+        others = [n for n in reader.names if plan.arch.expert_slice(n) is None]
+        rounded = sum(n in trained for n in others)
+        result = ExportResult(directory=out, expert_tensors=len(reader.names) - len(others), expert_weights=expert_weights,
+                              kept_tensors=len(others) - rounded, rounded_tensors=rounded,
                               bytes_before=reader.num_bytes, bytes_after=written.num_bytes)
     return result
 
@@ -83,6 +93,14 @@ def _expert_part(trained: dict[str, Tensor], *, plan: QuantPlan, name: str) -> T
     return trained[place.fused][place.expert].chunk(place.parts, dim=0)[place.part]
 
 
+def _rounded(weight: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
+    """A trained tensor in its parent's dtype; ValueError when that cannot hold it."""
+    rounded = weight.to(dtype).contiguous()
+    if not bool(torch.isfinite(rounded).all()):
+        raise ValueError(f"export: {name}: the trained weights (largest {float(weight.abs().max()):.3g}) do not fit the parent's {dtype}: it has diverged.")
+    return rounded
+
+
 def _write_weights(directory: Path, *, reader: CheckpointReader, plan: QuantPlan, trained: dict[str, Tensor]) -> None:
     shards: list[dict[str, Tensor]] = [{}]
     shard_bytes = 0
@@ -92,7 +110,7 @@ def _write_weights(directory: Path, *, reader: CheckpointReader, plan: QuantPlan
             tensors = compressed_tensors.to_disk(quantize_weight(part, name=name, scale_mode=plan.scale_mode), name=name)
         else:
             kept = reader.get(name)
-            tensors = {name: trained[name].to(kept.dtype).contiguous() if name in trained else kept}
+            tensors = {name: _rounded(trained[name], kept.dtype, name=name) if name in trained else kept}
         size = sum(t.numel() * t.element_size() for t in tensors.values())
         if shards[-1] and shard_bytes + size > MAX_SHARD_BYTES:
             shards.append({})
@@ -113,9 +131,11 @@ def _write_weights(directory: Path, *, reader: CheckpointReader, plan: QuantPlan
 
 def _write_rest(directory: Path, *, parent: Path, plan: QuantPlan, reader: CheckpointReader, metadata: dict[str, Any]) -> None:
     for path in sorted(parent.iterdir()):
-        if path.is_file() and not path.name.startswith(".") and path.suffix not in (".safetensors", ".bin", ".pt", ".pth") \
-                and path.name not in ("config.json", INDEX, METADATA):
+        is_weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".h5", ".gguf", ".msgpack", ".onnx") or path.name.endswith(".index.json")
+        if path.is_file() and not path.name.startswith(".") and not is_weights and path.name not in ("config.json", METADATA):
             shutil.copyfile(path, directory / path.name)
+    if (parent / CHAT_TEMPLATES).is_dir():
+        shutil.copytree(parent / CHAT_TEMPLATES, directory / CHAT_TEMPLATES)
     config = json.loads((parent / "config.json").read_text())
     linears = [n.removesuffix(".weight") for n in reader.names
                if n.endswith(".weight") and plan.arch.expert_slice(n) is None and len(reader.info(n)[1]) == 2 and "embed" not in n]

@@ -32,7 +32,7 @@ class Run:
         checkpoint = newest_checkpoint(directory)
         if checkpoint is None:
             raise FileNotFoundError(f"{directory}: no checkpoint yet. Finish the run with `train qat RECIPE --resume` first.")
-        meta = json.loads((directory / RUN_METADATA).read_text())
+        meta = read_meta(directory)
         return cls(directory=directory, checkpoint=checkpoint, step=step_of(checkpoint), meta=meta)
 
     @property
@@ -57,10 +57,7 @@ class Run:
 
         Errors: ValueError for a checkpoint that cannot be read.
         """
-        try:
-            state = torch.load(self.checkpoint, map_location="cpu", mmap=True, weights_only=True)["state_dict"]
-        except (RuntimeError, pickle.UnpicklingError, KeyError, EOFError) as error:
-            raise ValueError(f"{self.checkpoint}: cannot be read as a checkpoint ({error}). Remove it and continue the run with --resume.") from error
+        state = read_checkpoint(self.checkpoint)
         return {k.removeprefix(WEIGHTS_PREFIX): v for k, v in state.items() if k.startswith(WEIGHTS_PREFIX)}
 
     def export_metadata(self) -> dict[str, Any]:
@@ -73,11 +70,34 @@ class Run:
         }
 
 
+def read_meta(directory: Path) -> dict[str, Any]:
+    """RUN/meta.json. Errors: ValueError when it is damaged."""
+    path = directory / RUN_METADATA
+    try:
+        meta: dict[str, Any] = json.loads(path.read_text())
+        missing = {"status", "max_steps", "parent", "quant", "versions"} - set(meta)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: not readable as JSON ({error}). Restore it, or start a new run.") from error
+    if missing:
+        raise ValueError(f"{path}: has no {', '.join(sorted(missing))}. Restore it, or start a new run.")
+    return meta
+
+
+def read_checkpoint(path: Path) -> dict[str, Tensor]:
+    """The tensors of a training checkpoint, by their names there. Errors: ValueError when it is truncated or damaged."""
+    try:
+        state: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["state_dict"]
+    except (RuntimeError, pickle.UnpicklingError, KeyError, EOFError, ValueError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path}: cannot be read as a checkpoint ({reason}). Remove it and continue the run with --resume.") from error
+    return state
+
+
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.stem.removeprefix("step-"))
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
     """The checkpoint with the highest step, or None."""
-    found = sorted((directory / "checkpoints").glob("step-*.ckpt"), key=step_of)
+    found = sorted((directory / "checkpoints").glob("step-[0-9]*.ckpt"), key=step_of)
     return found[-1] if found else None

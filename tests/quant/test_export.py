@@ -160,6 +160,58 @@ def test_a_sharded_parent_exports(run: tuple[Path, dict[str, torch.Tensor]], tin
     assert all(torch.equal(experts[n].dequantize(), fake_quant_weight(w, name=n, scale_mode="even")) for n, w in trained.items())
 
 
+def test_trained_tensors_beside_the_experts_are_measured_and_written_alike(
+        tiny_recipe: Path, tiny_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """quant.trainable all on a tied parent that stores its head as well: the head is the trained embedding in every reader."""
+    from kilotok.quant.quality import measure_quality
+    from kilotok.train.cli import main as train
+    from kilotok.train.config import QATRecipe
+    from kilotok.train.data import heldout_rows
+    from kilotok.train.recipe import load_recipe
+
+    state = load_file(tiny_moe / "model.safetensors")
+    save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}, tiny_moe / "model.safetensors", metadata={"format": "pt"})
+    assert train(["qat", str(tiny_recipe), "--quant.trainable", "all", "--optim.lr", "1e-2"]) == 0
+    assert kilotok(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert "trained ones rounded to the parent's dtype" in capsys.readouterr().out
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(exported["lm_head.weight"], exported["model.embed_tokens.weight"])
+    assert not torch.equal(exported["lm_head.weight"], state["model.embed_tokens.weight"])
+    recipe = load_recipe(QATRecipe, path=tiny_recipe, overrides=[])
+    rows = heldout_rows(recipe.data, tokenizer=AutoTokenizer.from_pretrained(tiny_moe))["code"]
+    theirs = load_with_compressed_tensors(tmp_path / "out")
+    measured = measure_quality(theirs, parent=load_model(tiny_moe, dtype=torch.float32), rows=rows, rows_per_batch=2)
+    reported = json.loads((tmp_path / "run" / "meta.json").read_text())["qat"]["code"]
+    assert measured.kl == reported["kl"] and measured.cross_entropy == reported["cross_entropy"]
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "olmoe"])
+def test_other_families_read_back_exactly(family: str, tmp_path: Path) -> None:
+    """Qwen2-MoE with a shared expert and a dense layer, and OLMoE: the same checks as for Qwen3-MoE."""
+    from transformers import OlmoeConfig, OlmoeForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    torch.manual_seed(3)
+    shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
+             "vocab_size": 512, "intermediate_size": 64, "initializer_range": 0.15, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    if family == "qwen2_moe":
+        extra = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": [1]}
+        model: torch.nn.Module = Qwen2MoeForCausalLM(Qwen2MoeConfig(**shape, **extra))
+    else:
+        model = OlmoeForCausalLM(OlmoeConfig(**shape))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "parent")  # type: ignore[operator]
+    trained = write_run(tmp_path / "run", tmp_path / "parent")
+    export_run(tmp_path / "run", tmp_path / "out")
+    theirs = load_with_compressed_tensors(tmp_path / "out")
+    ours = load_exported_model(tmp_path / "out", dtype=torch.float32)
+    state = theirs.state_dict()
+    assert len(trained) == (4 if family == "qwen2_moe" else 6)
+    for name, w in trained.items():
+        assert torch.equal(state[name], fake_quant_weight(w, name=name, scale_mode="even").float()), name
+    ids = torch.randint(2, 512, (2, 20))
+    with torch.no_grad():
+        assert torch.equal(theirs(ids).logits, ours(ids).logits)
+
+
 def test_inspect_prints_what_is_there(run: tuple[Path, dict[str, torch.Tensor]], tiny_moe: Path, tmp_path: Path) -> None:
     export_run(run[0], tmp_path / "out")
     report = inspect_directory(tmp_path / "out")

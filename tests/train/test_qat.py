@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from kilotok.quant.checkpoint import disk
 from kilotok.quant.checkpoint.run import Run
 from kilotok.train.cli import main as train
+from kilotok.train.qat import QATModule
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
@@ -150,6 +151,82 @@ def test_existing_run_is_refused_and_untouched(tiny_recipe: Path, tmp_path: Path
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
 
 
+def test_a_run_killed_while_it_was_made_starts_over(tiny_recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("half")
+    (tmp_path / "run" / ".meta.json.partial").write_text("half")
+    assert train(["qat", str(tiny_recipe), "--resume"]) == 0
+    assert Run.open(tmp_path / "run").is_complete
+    assert not (tmp_path / "run" / ".meta.json.partial").exists()
+
+
+def interrupted(tiny_recipe: Path, run: Path, monkeypatch: pytest.MonkeyPatch, *, at_step: int = 3) -> None:
+    """Stop a run of the recipe inside a training step, as Ctrl-C would."""
+    real = QATModule.training_step
+
+    def step(self: QATModule, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.global_step == at_step:
+            raise ValueError("stopped by the test")
+        return real(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(QATModule, "training_step", step)
+        assert train(["qat", str(tiny_recipe), "--run", str(run)]) == 2
+
+
+def test_a_resumed_run_keeps_one_checkpoint_and_may_have_moved(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(tiny_recipe, tmp_path / "run", monkeypatch)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert train(["qat", str(tiny_recipe), "--run", str(tmp_path / "moved"), "--resume"]) == 0
+    assert [p.name for p in (tmp_path / "moved" / "checkpoints").iterdir()] == ["step-00000006.ckpt"]
+
+
+def test_resume_is_bitwise_for_a_parent_with_dropout(
+        tiny_recipe: Path, make_tiny_moe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tmp_path / "dropout.yaml"
+    recipe.write_text(tiny_recipe.read_text().replace(str(tmp_path / "tiny"), str(make_tiny_moe("dropout", attention_dropout=0.3))))
+    assert train(["qat", str(recipe), "--run", str(tmp_path / "whole")]) == 0
+    interrupted(recipe, tmp_path / "run", monkeypatch)
+    assert train(["qat", str(recipe), "--resume", "--run", str(tmp_path / "run")]) == 0
+    a, b = weights_of(tmp_path / "whole"), weights_of(tmp_path / "run")
+    assert [n for n in a if not torch.equal(a[n], b[n])] == []
+
+
+def test_resume_on_other_text_is_refused(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    interrupted(tiny_recipe, tmp_path / "run", monkeypatch)
+    text = (tmp_path / "text.jsonl").read_text()
+    (tmp_path / "text.jsonl").write_text(text.replace("add_7", "sub_7"))
+    assert train(["qat", str(tiny_recipe), "--resume"]) == 2
+    assert "the text has changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("keep", [0, 10, 20_000])
+def test_resume_from_a_truncated_checkpoint_says_what_to_do(
+        keep: int, tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    interrupted(tiny_recipe, tmp_path / "run", monkeypatch)
+    (path,) = (tmp_path / "run" / "checkpoints").iterdir()
+    path.write_bytes(path.read_bytes()[:keep])
+    assert train(["qat", str(tiny_recipe), "--resume"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "step-00000002.ckpt: cannot be read as a checkpoint" in error and "Remove it" in error
+    path.unlink()
+    assert train(["qat", str(tiny_recipe), "--resume"]) == 0
+
+
+def test_divergence_is_an_error_and_is_not_saved(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["qat", str(tiny_recipe), "--optim.lr", "1e38", "--optim.warmup_steps", "3", "--trainer.checkpoint_every_steps", "1"]) == 2
+    assert "error: " in capsys.readouterr().err
+    for path in (tmp_path / "run" / "checkpoints").glob("*.ckpt"):
+        assert all(bool(torch.isfinite(w).all()) for w in weights_of(tmp_path / "run").values()), path
+
+
+def test_a_gpu_that_is_not_there_is_refused(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert train(["qat", str(tiny_recipe), "--trainer.accelerator", "gpu"]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_folder_that_is_no_run_is_refused(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("mine")
@@ -179,6 +256,24 @@ def damage_remove_config(model: Path) -> None:
     (model / "config.json").unlink()
 
 
+def damage_remove_router(model: Path) -> None:
+    state = load_file(model / "model.safetensors")
+    del state["model.layers.1.mlp.gate.weight"]
+    save_file(state, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def damage_reshape(model: Path) -> None:
+    state = load_file(model / "model.safetensors")
+    state["model.layers.0.mlp.experts.1.up_proj.weight"] = torch.ones(32, 32, dtype=torch.bfloat16)
+    save_file(state, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def damage_drop_a_layer(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config = {k: v for k, v in config.items() if k != "layer_types"}
+    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+
+
 def damage_make_dense(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
@@ -194,6 +289,9 @@ def damage_all_layers_dense(model: Path) -> None:
     (damage_infinity, ["model.layers.0.self_attn.q_proj.weight", "inf", "(1, 2)"]),
     (damage_truncate, ["model.safetensors", "truncated or damaged", "download it again"]),
     (damage_remove_config, ["no config.json", "Give the path of a Hugging Face checkpoint"]),
+    (damage_remove_router, ["no tensor named model.layers.1.mlp.gate.weight", "incomplete"]),
+    (damage_reshape, ["model.layers.0.mlp.experts.1.up_proj.weight has shape (32, 32)", "(32, 64)"]),
+    (damage_drop_a_layer, ["model.layers.1.mlp.experts.", "does not have", "do not belong together"]),
     (damage_make_dense, ["'qwen3'", "qwen3_moe", "no experts to quantize"]),
     (damage_all_layers_dense, ["no expert weight found", "nothing to quantize"]),
 ])

@@ -9,7 +9,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, syncs, renames. Lightning's own goes through the temporary folder, which may be another disk."""
+    """Writes beside the target, syncs, renames, then removes the older ones. Lightning's own goes through the temporary folder, which may be another disk."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Errors: OSError from a full disk, after the partial file is removed; earlier checkpoints stay."""
@@ -24,6 +24,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 f.flush()
                 os.fsync(f.fileno())
             partial.replace(target)
+            for older in target.parent.glob("step-[0-9]*.ckpt"):   # also the one a resume started from, which Lightning forgets
+                if older != target:
+                    older.unlink()
         except (OSError, RuntimeError) as error:   # torch.save reports a short write as a RuntimeError
             partial.unlink(missing_ok=True)
             raise OSError(f"checkpoint: writing {target} failed ({error}). Free some space and continue with --resume; "

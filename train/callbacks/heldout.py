@@ -15,6 +15,9 @@ class HeldoutQuality(L.Callback):
         self.measure, self.every_steps = measure, every_steps
         self._last = 0
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._last = trainer.global_step
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: Tensor, batch_idx: int) -> None:
         step = trainer.global_step
         if step == self._last or step % self.every_steps:

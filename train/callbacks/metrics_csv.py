@@ -29,7 +29,7 @@ class MetricsCSV(Logger):
         kept: list[dict[str, str]] = []
         if path.exists():
             with path.open(newline="") as f:
-                kept = [row for row in csv.DictReader(f) if int(row["step"]) < resumed_step]
+                kept = [row for row in csv.DictReader(f) if row["step"].isdigit() and int(row["step"]) < resumed_step]   # a torn row is dropped
         partial = path.with_name(f".{path.name}.partial")
         with partial.open("w", newline="") as f:
             writer = csv.DictWriter(f, COLUMNS)
