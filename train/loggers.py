@@ -1,11 +1,31 @@
-"""Weights & Biases, when the recipe asks for it."""
+"""What a run says beside its own lines: Weights & Biases when the recipe asks for it, and Lightning without what does not concern it."""
 
+import logging
 import netrc
 import os
 import socket
+import warnings
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+EXPECTED_WARNINGS = (
+    r"Found \d+ module\(s\) in eval mode",              # on purpose, see QATModule
+    r"Checkpoint directory .* exists and is not empty",  # a resumed run
+    r".*does not have many workers",                     # the rows are in memory
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # inside Lightning
+)
+
+
+def quiet_lightning() -> None:
+    """Hide the warnings named above and the advertisement for another logger; everything else is still printed."""
+    for message in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_not_a_tip)
+
+
+def _is_not_a_tip(record: logging.LogRecord) -> bool:
+    return "litlogger" not in record.getMessage()
 
 
 def wandb_logger(project: str | None, *, run_dir: Path) -> list[Any]:

@@ -26,7 +26,7 @@ from ..quant.tensor import SOURCE_DTYPE
 from .callbacks import AtomicCheckpointIO, HeldoutQuality, MetricsCSV
 from .config import QATRecipe
 from .data import TextData, describe_source
-from .loggers import wandb_logger
+from .loggers import quiet_lightning, wandb_logger
 from .provenance import parent_record, run_record
 from .recipe import RecipeError, to_yaml
 from .report import qat_table
@@ -73,7 +73,8 @@ class QATModule(L.LightningModule):
         if not bool(torch.isfinite(loss.detach())):
             raise ValueError(f"train qat: the loss is {float(loss)} at step {self.global_step}: the run has diverged. Start a new --run with a lower optim.lr.")
         lr = self.trainer.optimizers[0].param_groups[0]["lr"]
-        self.log_dict({"loss": loss.detach(), "kl": kl.detach(), "cross_entropy": ce.detach(), "lr": lr}, prog_bar=True)
+        self.log("loss", loss.detach(), prog_bar=True)
+        self.log_dict({"kl": kl.detach(), "cross_entropy": ce.detach(), "lr": lr})
         return loss
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -126,6 +127,7 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
     trained_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     require_free_space(run_dir, num_bytes=2 * 3 * trained_bytes, what="train qat (two checkpoints of weights and optimizer)")
 
+    quiet_lightning()
     L.seed_everything(t.seed, verbose=False)
     meta = _open_run(run_dir, recipe=recipe, plan=plan, model_dir=model_dir, text_sha256=data.sha256())
     loggers = [MetricsCSV(run_dir / "metrics.csv", resumed_step=step_of(checkpoint) if checkpoint else 0), *wandb_logger(t.wandb_project, run_dir=run_dir)]
