@@ -1,6 +1,7 @@
 """The `kilotok` command."""
 
 import argparse
+import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     if args[:1] == ["train"]:
         return _exec_train(args[1:])
     parser = argparse.ArgumentParser(prog="kilotok", description="Experts in MXFP4: export and look at checkpoints.")
+    parser.add_argument("--version", action="version", version=f"kilotok {importlib.metadata.version('kilotok')}")
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="write a run's weights as a Hugging Face directory with packed experts")
     export.add_argument("run", type=Path, help="run directory of `train qat`")

@@ -15,14 +15,14 @@ usage: train qat RECIPE [--resume] [--print_config] [--key.sub value ...]
   --resume         continue the run the recipe names, from its newest checkpoint
   --print_config   print the resolved recipe and stop
   --key.sub value  override any field of the recipe, such as --trainer.max_steps 100
-  --run DIR        where the run is written, when the recipe's place will not do
+                   (--model DIR and --run DIR are fields like the others; a list is replaced as a whole)
 
-Recipes: recipes/README.md. Fields and their defaults: train/config.py.
+Recipes: recipes/README.md. Exit status: 0 done, 2 wrong input, 130 interrupted.
 """
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 done, 2 wrong input (one line says what to do)."""
+    """Exit status: 0 done, 2 wrong input (one line says what to do), 130 interrupted."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or {"-h", "--help"} & set(args):
         print(USAGE, end="")
@@ -30,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     if args[0] != "qat":
         print(f"error: train: unknown command {args[0]!r}. There is: qat.", file=sys.stderr)
         return 2
+    args = ["--print_config" if a == "--print-config" else a for a in args]
     flags = {f for f in ("--resume", "--print_config") if f in args}
     rest = [a for a in args[1:] if a not in flags]
     if not rest or rest[0].startswith("-"):
@@ -41,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
             print(to_yaml(recipe), end="")
             return 0
         run_qat(recipe, resume="--resume" in flags)
+    except (KeyboardInterrupt, SystemExit):   # Lightning turns Ctrl-C into an exit of its own
+        print("interrupted: continue from the newest checkpoint with the same command and --resume", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         if os.environ.get("KILOTOK_TRACEBACK"):
             raise

@@ -111,7 +111,11 @@ def _rows(source: Source) -> Iterator[tuple[str, Any]]:
         else:
             raise ValueError(f"{where}: path must be .jsonl, .parquet, .txt, .py or a folder; got {path}.")
     else:
-        table = datasets.load_dataset(source.hub, source.hub_config, split=source.split)
+        try:
+            table = datasets.load_dataset(source.hub, source.hub_config, split=source.split)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{where}: {describe_source(source)} cannot be read from the Hub: {error} "
+                             "On a machine without a network give the same source a local `path:`.") from error
         columns = table.column_names
     for column in (source.text, source.prompt, source.response, source.tools):
         if column is not None and column not in columns:

@@ -109,20 +109,19 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
     if checkpoint is not None:
         read_checkpoint(checkpoint)
     config = load_config(model_dir)
+    _check_config(config, recipe=recipe)
     plan = make_plan(config, scale_mode=recipe.quant.scale_mode, where=recipe.model)
     rank_zero_print(plan.table())
     require_fitting_parent(CheckpointReader(model_dir), config=config, plan=plan)
-    if recipe.trainer.accelerator == "gpu" and not torch.cuda.is_available():
-        raise RecipeError("trainer.accelerator: gpu, but torch sees no CUDA device. Use cpu or auto, or install a CUDA build of torch.")
-    autocast = AUTOCAST[recipe.trainer.precision]
-    parent = load_model(model_dir, dtype=autocast or torch.float32)
-    require_finite(parent)
-    student = load_model(model_dir, dtype=torch.float32)
     t = recipe.trainer
     data = TextData(recipe.data, tokenizer=load_tokenizer(model_dir), seed=t.seed, batch_size=t.batch_size,
                     accumulate=t.accumulate_grad_batches, max_steps=t.max_steps)
     if (largest := data.max_token_id()) >= config.vocab_size:
         raise ValueError(f"tokenizer: gives token {largest}, but the model's vocab_size is {config.vocab_size}. They do not belong together.")
+    autocast = AUTOCAST[recipe.trainer.precision]
+    parent = load_model(model_dir, dtype=autocast or torch.float32)
+    require_finite(parent)
+    student = load_model(model_dir, dtype=torch.float32)
     module = QATModule(recipe, student=student, parent=parent, plan=plan)
     trained_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     require_free_space(run_dir, num_bytes=2 * 3 * trained_bytes, what="train qat (two checkpoints of weights and optimizer)")
@@ -130,16 +129,17 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
     quiet_lightning()
     L.seed_everything(t.seed, verbose=False)
     meta = _open_run(run_dir, recipe=recipe, plan=plan, model_dir=model_dir, text_sha256=data.sha256())
-    loggers = [MetricsCSV(run_dir / "metrics.csv", resumed_step=step_of(checkpoint) if checkpoint else 0), *wandb_logger(t.wandb_project, run_dir=run_dir)]
+    metrics = MetricsCSV(run_dir / "metrics.csv", resumed_step=step_of(checkpoint) if checkpoint else 0, every_steps=t.log_every_steps)
     pick = "auto" if t.accelerator == "auto" else t.accelerator
-    callbacks: list[L.Callback] = [ModelCheckpoint(
+    callbacks: list[L.Callback] = [metrics, ModelCheckpoint(
         dirpath=run_dir / "checkpoints", filename="step-{step:08d}", auto_insert_metric_name=False, every_n_train_steps=t.checkpoint_every_steps,
         save_top_k=1, enable_version_counter=False)]
     if t.val_every_steps is not None:
-        callbacks.append(HeldoutQuality(lambda: pool(list(measure().values())), every_steps=t.val_every_steps))
+        callbacks.append(HeldoutQuality(lambda: pool(list(measure().values())), every_steps=t.val_every_steps, metrics=metrics))
     trainer = L.Trainer(
         accelerator=pick, devices=t.devices, precision=t.precision, max_steps=t.max_steps, max_epochs=1, accumulate_grad_batches=t.accumulate_grad_batches,
-        gradient_clip_val=recipe.optim.max_grad_norm, log_every_n_steps=t.log_every_steps, logger=loggers, callbacks=callbacks,
+        gradient_clip_val=recipe.optim.max_grad_norm, log_every_n_steps=t.log_every_steps, callbacks=callbacks,
+        logger=wandb_logger(t.wandb_project, run_dir=run_dir),
         plugins=[AtomicCheckpointIO()], limit_val_batches=0, num_sanity_val_steps=0, enable_model_summary=False, use_distributed_sampler=False,
         default_root_dir=run_dir)
 
@@ -176,6 +176,17 @@ def _is_first_rank() -> bool:
 @rank_zero_only
 def rank_zero_print(text: str) -> None:
     print(text, flush=True)
+
+
+def _check_config(config: Any, *, recipe: QATRecipe) -> None:
+    """What the recipe asks of the model and the machine, before anything is read."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"model: {recipe.model} is quantized already. QAT starts from the unquantized (bf16) parent: give that checkpoint.")
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and recipe.data.sequence_length > longest:
+        raise RecipeError(f"data.sequence_length: {recipe.data.sequence_length} is beyond the model's max_position_embeddings, {longest}. Lower it.")
+    if recipe.trainer.accelerator == "gpu" and not torch.cuda.is_available():
+        raise RecipeError("trainer.accelerator: gpu, but torch sees no CUDA device. Use cpu or auto, or install a CUDA build of torch.")
 
 
 @torch.no_grad()

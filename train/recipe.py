@@ -41,7 +41,7 @@ def load_recipe(kind: type[T], *, path: Path, overrides: list[str]) -> T:
     try:
         values = vars(parser.instantiate_classes(parser.parse_object(raw)))
     except jsonargparse.ArgumentError as error:
-        raise RecipeError(f"{path}: {' '.join(str(error).split())}") from error
+        raise RecipeError(f"{path}{' with the command line' if overrides else ''}: {' '.join(str(error).split())}") from error
     return kind(**{f.name: values[f.name] for f in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 

@@ -15,7 +15,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 def check_model_dir(path: Path) -> Path:
     """`path` when it holds a Hugging Face model; FileNotFoundError saying what is missing otherwise."""
     if not path.is_dir():
-        raise FileNotFoundError(f"model: no directory at {path.absolute()}. Give the path of a Hugging Face checkpoint (config.json and *.safetensors).")
+        raise FileNotFoundError(f"model: no directory at {path.absolute()}. Give the path of a Hugging Face checkpoint (config.json and *.safetensors); "
+                                "a model on the Hub is downloaded first, with `hf download NAME --local-dir DIR`.")
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"model: {path.absolute()} has no config.json. Give the path of a Hugging Face checkpoint.")
     return path

@@ -11,6 +11,7 @@ from ..archs.catalogue import find_arch
 from . import compressed_tensors
 from .load import METADATA, read_exported_experts
 from .reader import CheckpointReader
+from .run import RUN_METADATA
 
 
 def inspect_directory(directory: Path) -> str:
@@ -18,6 +19,8 @@ def inspect_directory(directory: Path) -> str:
 
     Errors: FileNotFoundError for a directory without a model, ValueError for damaged files.
     """
+    if (directory / RUN_METADATA).is_file():
+        raise ValueError(f"{directory}: is a run of `train qat`. Write its weights with `kilotok export {directory} OUT` and inspect OUT.")
     check_model_dir(directory)
     config = json.loads((directory / "config.json").read_text())
     reader = CheckpointReader(directory)

@@ -97,6 +97,7 @@ def test_a_real_run_exports_to_the_logits_it_was_trained_to(tiny_recipe: Path, t
         assert torch.equal(model(ids).logits, theirs(ids).logits)
     exported = json.loads((tmp_path / "out" / "kilotok.json").read_text())
     assert exported["parent"] == meta["parent"] and exported["scale_mode"] == "even" and exported["run"]["step"] == 6
+    assert exported["run"]["results"]["qat"] == meta["qat"]
 
 
 def test_everything_but_the_experts_is_copied_bit_for_bit(run: tuple[Path, dict[str, torch.Tensor]], tiny_moe: Path, tmp_path: Path) -> None:
@@ -112,6 +113,7 @@ def test_everything_but_the_experts_is_copied_bit_for_bit(run: tuple[Path, dict[
     assert exported["model.layers.0.mlp.experts.3.up_proj.weight_scale"].shape == (32, 2)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (tiny_moe / file).read_bytes()
+        assert (tmp_path / "out" / file).stat().st_mode == (tmp_path / "out" / "model.safetensors").stat().st_mode   # readable by a server too
     text = "def f(x):\n    return x"
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(text) == AutoTokenizer.from_pretrained(tiny_moe)(text)
 
@@ -218,6 +220,8 @@ def test_inspect_prints_what_is_there(run: tuple[Path, dict[str, torch.Tensor]],
     assert "compressed-tensors mxfp4-pack-quantized" in report and "packed experts     24 tensors" in report
     assert "scale_mode    even" in report and "QAT step 6 of 6" in report and "WARNING" not in report
     assert "unquantized" in inspect_directory(tiny_moe)
+    with pytest.raises(ValueError, match="is a run of `train qat`"):
+        inspect_directory(run[0])
 
 
 def test_inspect_warns_of_an_expert_that_was_wiped(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kilotok.quant.checkpoint import disk
+from kilotok.quant.checkpoint import disk, export_run
 from kilotok.quant.checkpoint.run import Run
 from kilotok.train.cli import main as train
 from kilotok.train.qat import QATModule
@@ -38,7 +38,7 @@ def test_run_directory_holds_recipe_meta_checkpoint_and_metrics(tiny_recipe: Pat
     assert meta["status"] == "complete" and meta["quant"] == {"format": "mxfp4", "scale_mode": "even", "source_dtype": "bfloat16", "trainable": "experts"}
     assert len(meta["parent"]["sha256"]) == 64 and meta["versions"]["torch"] == torch.__version__
     rows = list(csv.DictReader((run / "metrics.csv").open()))
-    assert [int(r["step"]) for r in rows] == [0, 1, 2, 3, 4, 5] and all(float(r["kl"]) > 0 for r in rows)
+    assert [int(r["step"]) for r in rows] == [1, 2, 3, 4, 5, 6] and all(float(r["kl"]) > 0 for r in rows)
     out = capsys.readouterr().out
     assert "MXFP4 (routed experts)" in out and "router" in out and "gap" in out
 
@@ -218,6 +218,39 @@ def test_divergence_is_an_error_and_is_not_saved(tiny_recipe: Path, tmp_path: Pa
     assert "error: " in capsys.readouterr().err
     for path in (tmp_path / "run" / "checkpoints").glob("*.ckpt"):
         assert all(bool(torch.isfinite(w).all()) for w in weights_of(tmp_path / "run").values()), path
+
+
+def test_a_quantized_parent_is_refused(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["qat", str(tiny_recipe)]) == 0
+    export_run(tmp_path / "run", tmp_path / "out")
+    assert train(["qat", str(tiny_recipe), "--model", str(tmp_path / "out"), "--run", str(tmp_path / "again")]) == 2
+    assert "is quantized already" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
+def test_rows_longer_than_the_model_s_context_are_refused(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["qat", str(tiny_recipe), "--data.sequence_length", "513"]) == 2
+    assert "max_position_embeddings, 512" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_held_out_figures_while_training_go_to_the_csv(tiny_recipe: Path, tmp_path: Path) -> None:
+    assert train(["qat", str(tiny_recipe), "--trainer.val_every_steps", "3", "--trainer.accumulate_grad_batches", "2"]) == 0
+    rows = [r for r in csv.DictReader((tmp_path / "run" / "metrics.csv").open()) if r["heldout_kl"]]
+    assert [int(r["step"]) for r in rows] == [3, 6] and rows[0]["heldout_kl"] != rows[1]["heldout_kl"]
+    final = json.loads((tmp_path / "run" / "meta.json").read_text())["qat"]["code"]
+    assert float(rows[1]["heldout_kl"]) == final["kl"]
+
+
+def test_ctrl_c_says_how_to_go_on(tiny_recipe: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kilotok.train.cli", "qat", str(tiny_recipe), "--trainer.max_steps", "2000"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 120
+    while not list((tmp_path / "run" / "checkpoints").glob("step-*.ckpt")) and time.time() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "--resume" in error.splitlines()[-1]
 
 
 def test_a_gpu_that_is_not_there_is_refused(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,14 @@ import lightning as L
 from torch import Tensor
 
 from ...quant.quality import Quality
+from .metrics_csv import MetricsCSV
 
 
 class HeldoutQuality(L.Callback):
-    """Every `every_steps` optimizer steps, measure the held-out text and log `heldout_kl` and `heldout_perplexity`."""
+    """Every `every_steps` optimizer steps, measure the held-out text; `heldout_kl` and `heldout_perplexity` go to the CSV and the loggers."""
 
-    def __init__(self, measure: Callable[[], Quality], *, every_steps: int) -> None:
-        self.measure, self.every_steps = measure, every_steps
+    def __init__(self, measure: Callable[[], Quality], *, every_steps: int, metrics: MetricsCSV) -> None:
+        self.measure, self.every_steps, self.metrics = measure, every_steps, metrics
         self._last = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -24,6 +25,8 @@ class HeldoutQuality(L.Callback):
             return
         self._last = step
         quality = self.measure()
-        for logger in trainer.loggers:   # each measures the same rows; loggers write on the first device only
-            logger.log_metrics({"heldout_kl": quality.kl, "heldout_perplexity": quality.perplexity}, step=step - 1)   # the row of the step just done
-        trainer.print(f"step {step}: held-out KL {quality.kl:.5f} nats, perplexity {quality.perplexity:.4f}")
+        values = {"heldout_kl": quality.kl, "heldout_perplexity": quality.perplexity}
+        self.metrics.write(step, values)
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step)
+        trainer.print(f"step {step}: held-out KL {quality.kl:.5f} nats, perplexity {quality.perplexity:.4f}", flush=True)

@@ -1,57 +1,54 @@
-"""RUN/metrics.csv: one row a logging step, kept across resumes."""
+"""RUN/metrics.csv: one row a logging step, kept across resumes; without a terminal also a line on the screen."""
 
 import csv
-from argparse import Namespace
+import sys
 from pathlib import Path
-from typing import Any
 
-from lightning.pytorch.loggers.logger import Logger
+import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
 
-COLUMNS = ("step", "loss", "kl", "cross_entropy", "lr", "heldout_kl", "heldout_perplexity")
+LOGGED = ("loss", "kl", "cross_entropy", "lr")
+COLUMNS = ("step", *LOGGED, "heldout_kl", "heldout_perplexity")
 
 
-class MetricsCSV(Logger):
-    """Appends; a row's step counts the optimizer steps before it. On a resume, rows from the resumed step on are
-    dropped, because those steps are done again.
+class MetricsCSV(L.Callback):
+    """Writes a row every `every_steps` optimizer steps; `step` counts the steps done.
 
-    (Lightning's CSVLogger deletes the earlier file.)
+    A callback and no logger, because Lightning saves a checkpoint before it calls its loggers: a kill in between would lose
+    the row. On a resume, rows after the resumed step are dropped, because those steps are done again.
     """
 
-    def __init__(self, path: Path, *, resumed_step: int) -> None:
-        super().__init__()
-        self.path = path
+    def __init__(self, path: Path, *, resumed_step: int, every_steps: int) -> None:
+        self.path, self.every_steps, self._last = path, every_steps, resumed_step
         self._start(resumed_step)
 
     @rank_zero_only
     def _start(self, resumed_step: int) -> None:
-        path = self.path
         kept: list[dict[str, str]] = []
-        if path.exists():
-            with path.open(newline="") as f:
-                kept = [row for row in csv.DictReader(f) if row["step"].isdigit() and int(row["step"]) < resumed_step]   # a torn row is dropped
-        partial = path.with_name(f".{path.name}.partial")
+        if self.path.exists():
+            with self.path.open(newline="") as f:
+                kept = [row for row in csv.DictReader(f) if row["step"].isdigit() and int(row["step"]) <= resumed_step]   # a torn row is dropped
+        partial = self.path.with_name(f".{self.path.name}.partial")
         with partial.open("w", newline="") as f:
             writer = csv.DictWriter(f, COLUMNS)
             writer.writeheader()
             writer.writerows(kept)
-        partial.replace(path)
+        partial.replace(self.path)
 
-    @property
-    def name(self) -> str:
-        return "csv"
-
-    @property
-    def version(self) -> str:
-        return ""
-
-    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """The recipe is in RUN/recipe.yaml."""
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: Tensor, batch_idx: int) -> None:
+        step = trainer.global_step
+        if step == self._last:   # a micro-batch inside a step
+            return
+        self._last = step
+        if step % self.every_steps == 0 or step == trainer.max_steps:
+            values = {name: float(trainer.callback_metrics[name]) for name in LOGGED}
+            self.write(step, values)
+            if not sys.stdout.isatty():   # no progress bar is seen there
+                trainer.print(f"step {step} of {trainer.max_steps}: loss {values['loss']:.5f}", flush=True)
 
     @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        row: dict[str, float | int | None] = {k: v for k, v in metrics.items() if k in COLUMNS}
-        if not row:
-            return
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Append one row."""
         with self.path.open("a", newline="") as f:
-            csv.DictWriter(f, COLUMNS).writerow({**row, "step": step})
+            csv.DictWriter(f, COLUMNS).writerow({**values, "step": step})
