@@ -340,6 +340,14 @@ def test_a_model_that_cannot_be_used_is_refused_before_anything_is_written(
     assert left_behind(tmp_path, before=before) == set()
 
 
+def test_an_unknown_key_is_refused_before_anything_is_written(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_recipe.write_text(tiny_recipe.read_text().replace("warmup_steps", "warm_up_steps"))
+    before = set(tmp_path.rglob("*"))
+    assert train(["qat", str(tiny_recipe)]) == 2
+    assert "unknown key 'optim.warm_up_steps'. Did you mean 'optim.warmup_steps'?" in capsys.readouterr().err
+    assert left_behind(tmp_path, before=before) == set()
+
+
 def test_a_missing_model_is_refused(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = set(tmp_path.rglob("*"))
     assert train(["qat", str(tiny_recipe), "--model", str(tmp_path / "nowhere")]) == 2
