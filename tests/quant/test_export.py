@@ -238,6 +238,13 @@ def test_an_unfinished_run_is_exported_with_a_note(tiny_moe: Path, tmp_path: Pat
     assert "stopped at step 4 of 6" in capsys.readouterr().out
 
 
+def test_a_parent_that_moved_is_named_on_the_command_line(run: tuple[Path, dict[str, torch.Tensor]], tiny_moe: Path, tmp_path: Path) -> None:
+    tiny_moe.rename(tmp_path / "moved")
+    assert kilotok(["export", str(run[0]), str(tmp_path / "out")]) == 2
+    assert kilotok(["export", str(run[0]), str(tmp_path / "out"), "--parent", str(tmp_path / "moved")]) == 0
+    assert (tmp_path / "out" / "kilotok.json").is_file()
+
+
 def test_an_existing_directory_is_refused_and_untouched(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
