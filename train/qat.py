@@ -130,15 +130,14 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
     L.seed_everything(t.seed, verbose=False)
     meta = _open_run(run_dir, recipe=recipe, plan=plan, model_dir=model_dir, text_sha256=data.sha256())
     metrics = MetricsCSV(run_dir / "metrics.csv", resumed_step=step_of(checkpoint) if checkpoint else 0, every_steps=t.log_every_steps)
-    pick = "auto" if t.accelerator == "auto" else t.accelerator
     callbacks: list[L.Callback] = [metrics, ModelCheckpoint(
         dirpath=run_dir / "checkpoints", filename="step-{step:08d}", auto_insert_metric_name=False, every_n_train_steps=t.checkpoint_every_steps,
         save_top_k=1, enable_version_counter=False)]
     if t.val_every_steps is not None:
         callbacks.append(HeldoutQuality(lambda: pool(list(measure().values())), every_steps=t.val_every_steps, metrics=metrics))
     trainer = L.Trainer(
-        accelerator=pick, devices=t.devices, precision=t.precision, max_steps=t.max_steps, max_epochs=1, accumulate_grad_batches=t.accumulate_grad_batches,
-        gradient_clip_val=recipe.optim.max_grad_norm, log_every_n_steps=t.log_every_steps, callbacks=callbacks,
+        accelerator=t.accelerator, devices=t.devices, precision=t.precision, max_steps=t.max_steps, max_epochs=1,
+        accumulate_grad_batches=t.accumulate_grad_batches, gradient_clip_val=recipe.optim.max_grad_norm, log_every_n_steps=t.log_every_steps, callbacks=callbacks,
         logger=wandb_logger(t.wandb_project, run_dir=run_dir),
         plugins=[AtomicCheckpointIO()], limit_val_batches=0, num_sanity_val_steps=0, enable_model_summary=False, use_distributed_sampler=False,
         default_root_dir=run_dir)

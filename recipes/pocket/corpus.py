@@ -3,7 +3,8 @@
 A document is (name, text). Its name decides whether it is held out: sha256(name) % modulus == 0, where the name of a
 standard-library module is its path below Lib/ and the name of a dataset row is its prompt. Held-out documents never
 reach the tokenizer's training or the model's. Only text that people wrote or that is a reference answer is used: no
-assistant turn that another model wrote.
+assistant turn that another model wrote. The rule is that of train/data.py, written again because the machine that trains the
+pocket need not have `datasets` or Lightning; a test holds heldout.json against it.
 """
 
 import ast
