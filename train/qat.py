@@ -137,8 +137,8 @@ def run_qat(recipe: QATRecipe, *, resume: bool) -> dict[str, Any]:
         callbacks.append(HeldoutQuality(lambda: pool(list(measure().values())), every_steps=t.val_every_steps, metrics=metrics))
     trainer = L.Trainer(
         accelerator=t.accelerator, devices=t.devices, precision=t.precision, max_steps=t.max_steps, max_epochs=1,
-        accumulate_grad_batches=t.accumulate_grad_batches, gradient_clip_val=recipe.optim.max_grad_norm, log_every_n_steps=t.log_every_steps, callbacks=callbacks,
-        logger=wandb_logger(t.wandb_project, run_dir=run_dir),
+        accumulate_grad_batches=t.accumulate_grad_batches, gradient_clip_val=recipe.optim.max_grad_norm,
+        log_every_n_steps=t.log_every_steps, callbacks=callbacks, logger=wandb_logger(t.wandb_project, run_dir=run_dir),
         plugins=[AtomicCheckpointIO()], limit_val_batches=0, num_sanity_val_steps=0, enable_model_summary=False, use_distributed_sampler=False,
         default_root_dir=run_dir)
 
