@@ -22,7 +22,7 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	mkdir -p build/typing/kilotok
-	for d in kernels quant train runtime recipes; do ln -sfn ../../../$$d build/typing/kilotok/$$d; done
+	for d in kernels quant dflash train runtime recipes; do ln -sfn ../../../$$d build/typing/kilotok/$$d; done
 	MYPYPATH=build/typing $(BIN)/mypy --namespace-packages --explicit-package-bases -p kilotok
 
 clean:

@@ -6,16 +6,20 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
 from ..quant.checkpoint import export_run, inspect_directory
 from ..quant.checkpoint.run import Run
+from .loading import DTYPES, load_served
+from .validate import ValidateOptions, validate
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 done, 2 wrong input (one line says what to do)."""
+    """Exit status: 0 done, 1 validation found a failure, 2 wrong input (one line says what to do), 130 interrupted."""
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["train"]:
         return _exec_train(args[1:])
-    parser = argparse.ArgumentParser(prog="kilotok", description="Experts in MXFP4: export and look at checkpoints.")
+    parser = argparse.ArgumentParser(prog="kilotok", description="MXFP4 experts, a DFlash draft head, a server: export, inspect, serve, validate.")
     parser.add_argument("--version", action="version", version=f"kilotok {importlib.metadata.version('kilotok')}")
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="write a run's weights as a Hugging Face directory with packed experts")
@@ -24,14 +28,45 @@ def main(argv: list[str] | None = None) -> int:
     export.add_argument("--parent", type=Path, help="where the parent model lies now, if it moved since the run")
     inspect = commands.add_parser("inspect", help="print what a checkpoint directory holds")
     inspect.add_argument("directory", type=Path)
+    serve = commands.add_parser("serve", help="an OpenAI-compatible server for an exported directory and the draft head in it")
+    serve.add_argument("out", type=Path, help="directory of `kilotok export`")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000, help="0 picks a free one (default 8000)")
+    serve.add_argument("--name", help="the model's name for clients; default: the directory's")
+    serve.add_argument("--no-draft", action="store_true", help="decode without the draft head")
+    serve.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    serve.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on cpu, bfloat16 on cuda")
+    serve.add_argument("--max-running", type=int, default=8, help="requests decoded in turns; the others wait (default 8)")
+    serve.add_argument("--threads", type=int, help="of torch on the CPU; default: torch's")
+    check = commands.add_parser("validate", help="measure a served directory: lossless, acceptance, tokens/s, quality; writes a report")
+    check.add_argument("out", type=Path, help="directory of `kilotok export` with a draft head in dflash/")
+    defaults = ValidateOptions(out=Path())
+    check.add_argument("--prompts", type=Path, help="held-out prompts, JSON lines; default: OUT/dflash/heldout.jsonl")
+    check.add_argument("--parent", type=Path, help="bf16 parent for perplexity and KL; default: where the export was made from")
+    check.add_argument("--report", type=Path, help="directory to write; default: OUT/validation")
+    check.add_argument("--prompts-per-domain", type=int, default=defaults.prompts_per_domain)
+    check.add_argument("--max-tokens", type=int, default=defaults.max_tokens, help=f"of each answer (default {defaults.max_tokens})")
+    check.add_argument("--quality-tokens", type=int, default=defaults.quality_tokens, help=f"a domain (default {defaults.quality_tokens})")
+    check.add_argument("--temperature", type=float, default=defaults.temperature, help=f"of the sampled requests (default {defaults.temperature})")
+    check.add_argument("--price-per-hour", type=float, help="of the machine, for the cost of a million tokens")
+    check.add_argument("--threads", type=int)
+    check.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     commands.add_parser("train", help="the `train` command, for systems where that name is taken", add_help=False)
     options = parser.parse_args(args)
     try:
         if options.command == "export":
             _export(options.run, options.out, parent=options.parent)
+        elif options.command == "serve":
+            _serve(options)
+        elif options.command == "validate":
+            fields = {k: v for k, v in vars(options).items() if k != "command"}
+            return 0 if validate(ValidateOptions(**fields))["ok"] else 1
         else:
             print(inspect_directory(options.directory))
-    except (ValueError, OSError) as error:
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, RuntimeError) as error:   # NotImplementedError is a RuntimeError
         if os.environ.get("KILOTOK_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)
@@ -48,6 +83,24 @@ def _export(run_dir: Path, out: Path, *, parent: Path | None) -> None:
     print(f"{result.directory}: {result.expert_tensors} expert tensors packed, {result.kept_tensors} kept as they were{rounded}; "
           f"re-read: all {result.expert_weights:,} expert weights equal those training computed with, all other tensors what was to be written; "
           f"{result.bytes_before / 1e6:.2f} MB -> {result.bytes_after / 1e6:.2f} MB")
+
+
+def _serve(options: argparse.Namespace) -> None:
+    """Bind first, so that a port in use is said before minutes of loading."""
+    try:
+        from .serve import bind, serve
+    except ImportError as error:
+        raise RuntimeError(f"serve: needs the optional packages ({error}). Install them with: pip install 'kilotok[serve]'.") from error
+    if options.threads is not None:
+        if options.threads < 1:
+            raise ValueError(f"threads: must be at least 1; got {options.threads}.")
+        torch.set_num_threads(options.threads)
+    with bind(options.host, options.port) as sock:
+        served = load_served(options.out, name=options.name, use_draft=not options.no_draft, device=options.device, dtype=options.dtype)
+        print(served.description["draft"], flush=True)
+        print(f"{served.name}: {served.description['executor']}, {served.description['device']}, {served.description['dtype']}; "
+              f"{served.description['column_rule']}", flush=True)
+        serve(served, sock=sock, max_running=options.max_running)
 
 
 def _exec_train(args: list[str]) -> int:

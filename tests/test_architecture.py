@@ -28,10 +28,12 @@ THIRD_PARTY = {
     "quant": {"torch", "safetensors"},
     "dflash": {"torch", "safetensors", "transformers"},
     "train": {"torch", "lightning", "datasets", "wandb", "muon", "jsonargparse", "yaml", "numpy"},
-    "runtime": {"torch", "safetensors", "transformers", "fastapi", "uvicorn", "pydantic"},
+    "runtime": {"torch", "safetensors", "transformers", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "openai", "matplotlib"},
 }
 EXTRA_THIRD_PARTY = {"quant/archs/": {"transformers"}}        # the doors to transformers
-OPTIONAL = {"wandb", "fastapi", "uvicorn", "pydantic", "lightning.pytorch.loggers.WandbLogger"}   # the extras, and what needs wandb
+# Imported at their point of use: the extras and what needs them, and what is not needed for local files.
+OPTIONAL = {"wandb", "datasets", "fastapi", "uvicorn", "pydantic", "openai", "matplotlib", "lightning.pytorch.loggers.WandbLogger",
+            "runtime.serve.bind", "runtime.serve.serve"}
 PACKAGE_DATA = {"recipes/pocket"}                             # scripts that are shipped as data, not as a package
 NOT_SOURCE = {"tests", "build", "runs", "wandb", "dist"}      # of these, tests is in git and the others are ignored by it
 MAX_LINES = 400

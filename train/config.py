@@ -28,11 +28,11 @@ class LossConfig:
     chunk_rows: int = 1024      # token rows whose logits exist at one time
 
     def __post_init__(self) -> None:
-        _at_least("loss.kl_weight", self.kl_weight, 0)
-        _at_least("loss.ce_weight", self.ce_weight, 0)
+        at_least("loss.kl_weight", self.kl_weight, 0)
+        at_least("loss.ce_weight", self.ce_weight, 0)
         if self.kl_weight + self.ce_weight == 0:
             raise ValueError("loss: kl_weight and ce_weight must not both be zero; got 0.0 and 0.0. There would be nothing to train on.")
-        _positive("loss.chunk_rows", self.chunk_rows)
+        positive("loss.chunk_rows", self.chunk_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +47,15 @@ class OptimConfig:
     max_grad_norm: float | None = 1.0    # null: no clipping
 
     def __post_init__(self) -> None:
-        _positive("optim.lr", self.lr)
-        _at_least("optim.weight_decay", self.weight_decay, 0)
-        _at_least("optim.warmup_steps", self.warmup_steps, 0)
+        positive("optim.lr", self.lr)
+        at_least("optim.weight_decay", self.weight_decay, 0)
+        at_least("optim.warmup_steps", self.warmup_steps, 0)
         if not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f"optim.betas: must lie in [0, 1); got {list(self.betas)}.")
         if not 0 <= self.final_lr_ratio <= 1:
             raise ValueError(f"optim.final_lr_ratio: must lie in [0, 1]; got {self.final_lr_ratio}.")
         if self.max_grad_norm is not None:
-            _positive("optim.max_grad_norm (null for no clipping)", self.max_grad_norm)
+            positive("optim.max_grad_norm (null for no clipping)", self.max_grad_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,9 @@ class Source:
             raise ValueError(f"data source {self.domain!r}: give text or prompt, not both; got {self.text!r} and {self.prompt!r}.")
         if (self.stdlib or self.text) and (self.response or self.tools or (self.stdlib and (self.text or self.prompt))):
             raise ValueError(f"data source {self.domain!r}: prompt, response and tools go together, and neither with text nor with stdlib.")
-        _positive(f"data source {self.domain!r}: weight", self.weight)
+        positive(f"data source {self.domain!r}: weight", self.weight)
         if self.documents is not None:
-            _positive(f"data source {self.domain!r}: documents", self.documents)
+            positive(f"data source {self.domain!r}: documents", self.documents)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +100,8 @@ class DataConfig:
     heldout_rows: int = 64           # rows a held-out domain contributes at most, spread evenly over its text
 
     def __post_init__(self) -> None:
-        _positive("data.sequence_length", self.sequence_length)
-        _positive("data.heldout_rows", self.heldout_rows)
+        positive("data.sequence_length", self.sequence_length)
+        positive("data.heldout_rows", self.heldout_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +122,11 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "batch_size", "accumulate_grad_batches", "devices", "checkpoint_every_steps", "log_every_steps"):
-            _positive(f"trainer.{name}", getattr(self, name))
+            positive(f"trainer.{name}", getattr(self, name))
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"trainer.seed: must lie in 0..2**32 - 1; got {self.seed}.")
         if self.val_every_steps is not None:
-            _positive("trainer.val_every_steps (null for at the end only)", self.val_every_steps)
+            positive("trainer.val_every_steps (null for at the end only)", self.val_every_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,11 +142,11 @@ class QATRecipe:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
 
-def _positive(name: str, value: float) -> None:
+def positive(name: str, value: float) -> None:
     if not 0 < value < math.inf:   # also refuses NaN
         raise ValueError(f"{name}: must be positive; got {value}.")
 
 
-def _at_least(name: str, value: float, least: float) -> None:
+def at_least(name: str, value: float, least: float) -> None:
     if not least <= value < math.inf:
         raise ValueError(f"{name}: must be at least {least}; got {value}.")

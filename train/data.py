@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import datasets
 import lightning as L
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from .packing import cut_rows, pick_row, spread
 
 T = TypeVar("T")
 HELDOUT_MODULUS = 10
-datasets.disable_progress_bars()   # local files of a few rows; the training bar is the one to watch
 
 
 def is_held_out(name: str) -> bool:
@@ -106,13 +104,13 @@ def _rows(source: Source) -> Iterator[tuple[str, Any]]:
             table: Any = list(_json_lines(path, source))
             columns = list(table[0]) if table else []
         elif path.suffix == ".parquet":
-            table = datasets.load_dataset("parquet", data_files=str(path), split="train")
+            table = _load_dataset("parquet", data_files=str(path), split="train")
             columns = table.column_names
         else:
             raise ValueError(f"{where}: path must be .jsonl, .parquet, .txt, .py or a folder; got {path}.")
     else:
         try:
-            table = datasets.load_dataset(source.hub, source.hub_config, split=source.split)
+            table = _load_dataset(source.hub, source.hub_config, split=source.split)
         except (OSError, ValueError) as error:
             raise ValueError(f"{where}: {describe_source(source)} cannot be read from the Hub: {error} "
                              "On a machine without a network give the same source a local `path:`.") from error
@@ -137,7 +135,15 @@ def _rows(source: Source) -> Iterator[tuple[str, Any]]:
         if source.response is not None:
             messages.append({"role": "assistant", "content": row[source.response]})
         tools = row.get(source.tools) if source.tools is not None else None
-        yield row[source.prompt], {"messages": messages, "tools": _drop_nulls(tools) if isinstance(table, datasets.Dataset) else tools}
+        yield row[source.prompt], {"messages": messages, "tools": _drop_nulls(tools) if not isinstance(table, list) else tools}
+
+
+def _load_dataset(*args: Any, **kwargs: Any) -> Any:
+    """`datasets.load_dataset`; text, Python and JSON lines are read without it, and without its second of import."""
+    import datasets
+
+    datasets.disable_progress_bars()   # the training bar is the one to watch
+    return datasets.load_dataset(*args, **kwargs)
 
 
 def _json_lines(path: Path, source: Source) -> Iterator[dict[str, Any]]:
@@ -257,10 +263,17 @@ class TextData(L.LightningDataModule):
         return max(int(row.max()) for rows in (*self.sources, *self.heldout.values()) for row in rows)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Batches of this rank, contiguous in the run's row index: step, then rank, then micro-batch, then row."""
-        assert self.trainer is not None
-        done, world, rank = self.trainer.global_step, self.trainer.world_size, self.trainer.global_rank
-        per_step = self.batch_size * self.accumulate
-        rows = TrainRows(self.sources, weights=[s.weight for s in self.config.train], seed=self.seed, count=self.max_steps * world * per_step)
-        indices = [(step * world + rank) * per_step + i for step in range(done, self.max_steps) for i in range(per_step)]
-        return StepLoader(rows, batch_size=self.batch_size, sampler=indices, run_batches=self.max_steps * self.accumulate)
+        return step_loader(self.sources, weights=[s.weight for s in self.config.train], seed=self.seed, trainer=self.trainer, batch_size=self.batch_size,
+                           accumulate=self.accumulate, max_steps=self.max_steps)
+
+
+def step_loader(
+    sources: list[list[Tensor]], *, weights: list[float], seed: int, trainer: L.Trainer | None, batch_size: int, accumulate: int, max_steps: int,
+) -> DataLoader[Tensor]:
+    """Batches of this rank from the trainer's global step on, contiguous in the run's row index: step, then rank, then micro-batch, then row."""
+    assert trainer is not None, "a data module asks for its loader once it is attached to a trainer"
+    done, world, rank = trainer.global_step, trainer.world_size, trainer.global_rank
+    per_step = batch_size * accumulate
+    rows = TrainRows(sources, weights=weights, seed=seed, count=max_steps * world * per_step)
+    indices = [(step * world + rank) * per_step + i for step in range(done, max_steps) for i in range(per_step)]
+    return StepLoader(rows, batch_size=batch_size, sampler=indices, run_batches=max_steps * accumulate)

@@ -22,13 +22,18 @@ class RecipeError(ValueError):
     """A recipe or an override that cannot be used."""
 
 
-def load_recipe(kind: type[T], *, path: Path, overrides: list[str]) -> T:
-    """The recipe at `path` with `--key.sub value` overrides applied.
+def load_recipe(kind: type[T], *, path: Path | None, overrides: list[str], default: T | None = None) -> T:
+    """The recipe at `path`, or `default` without one, with `--key.sub value` overrides applied.
 
     Errors: RecipeError naming the key, the nearest valid one, or the value that does not fit.
     """
-    raw = _read_yaml(path)
-    check_keys(kind, raw, where=str(path))
+    if path is not None:
+        raw = _read_yaml(path)
+    else:
+        assert default is not None, "a recipe needs a path or a default"
+        raw = yaml.safe_load(to_yaml(default))
+    where = str(path) if path is not None else "default recipe"
+    check_keys(kind, raw, where=where)
     for key, value in _pairs(overrides, options=dict(options(kind))):
         branch = raw
         *parents, leaf = key.split(".")
@@ -41,7 +46,7 @@ def load_recipe(kind: type[T], *, path: Path, overrides: list[str]) -> T:
     try:
         values = vars(parser.instantiate_classes(parser.parse_object(raw)))
     except jsonargparse.ArgumentError as error:
-        raise RecipeError(f"{path}{' with the command line' if overrides else ''}: {' '.join(str(error).split())}") from error
+        raise RecipeError(f"{where}{' with the command line' if overrides else ''}: {' '.join(str(error).split())}") from error
     return kind(**{f.name: values[f.name] for f in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 

@@ -54,7 +54,7 @@ def write_atomically(path: Path, *, text: str) -> None:
     """Replace a small text file in one step."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("w") as f:
+        with partial.open("w", encoding="utf-8") as f:
             f.write(text)
             f.flush()
             os.fsync(f.fileno())

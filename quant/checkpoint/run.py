@@ -33,6 +33,8 @@ class Run:
         if checkpoint is None:
             raise FileNotFoundError(f"{directory}: no checkpoint yet. Finish the run with `train qat RECIPE --resume` first.")
         meta = read_meta(directory)
+        if meta["kind"] != "qat":
+            raise ValueError(f"{directory}: is a run of kind {meta['kind']!r}. Export takes a run of `train qat`.")
         return cls(directory=directory, checkpoint=checkpoint, step=step_of(checkpoint), meta=meta)
 
     @property
@@ -75,8 +77,9 @@ def read_meta(directory: Path) -> dict[str, Any]:
     path = directory / RUN_METADATA
     try:
         meta: dict[str, Any] = json.loads(path.read_text())
-        missing = {"status", "max_steps", "parent", "quant", "versions"} - set(meta)
-    except (ValueError, TypeError) as error:
+        missing = {"kind", "status", "max_steps", "versions"} | ({"parent", "quant"} if meta.get("kind") == "qat" else set())
+        missing -= set(meta)
+    except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not readable as JSON ({error}). Restore it, or start a new run.") from error
     if missing:
         raise ValueError(f"{path}: has no {', '.join(sorted(missing))}. Restore it, or start a new run.")

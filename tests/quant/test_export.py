@@ -32,7 +32,8 @@ def write_run(directory: Path, parent: Path, *, scale_mode: str = "even", step: 
     (directory / "checkpoints").mkdir(parents=True)
     torch.save({"state_dict": {f"student.{n}": w for n, w in trained.items()}}, directory / "checkpoints" / f"step-{step:08d}.ckpt")
     quant = {"format": "mxfp4", "scale_mode": scale_mode, "source_dtype": "bfloat16", "trainable": "experts"}
-    meta = {"status": "complete", "max_steps": max_steps, "parent": {"path": str(parent), "sha256": sha256_of_weights(parent)}, "quant": quant, "versions": {}}
+    meta = {"kind": "qat", "status": "complete", "max_steps": max_steps, "parent": {"path": str(parent), "sha256": sha256_of_weights(parent)},
+            "quant": quant, "versions": {}}
     (directory / "meta.json").write_text(json.dumps(meta))
     return trained
 

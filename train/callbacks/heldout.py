@@ -5,14 +5,13 @@ from collections.abc import Callable
 import lightning as L
 from torch import Tensor
 
-from ...quant.quality import Quality
 from .metrics_csv import MetricsCSV
 
 
-class HeldoutQuality(L.Callback):
-    """Every `every_steps` optimizer steps, measure the held-out text; `heldout_kl` and `heldout_perplexity` go to the CSV and the loggers."""
+class HeldoutFigures(L.Callback):
+    """Every `every_steps` optimizer steps, measure; the named figures go to the CSV, the loggers and the screen."""
 
-    def __init__(self, measure: Callable[[], Quality], *, every_steps: int, metrics: MetricsCSV) -> None:
+    def __init__(self, measure: Callable[[], dict[str, float]], *, every_steps: int, metrics: MetricsCSV) -> None:
         self.measure, self.every_steps, self.metrics = measure, every_steps, metrics
         self._last = 0
 
@@ -24,9 +23,8 @@ class HeldoutQuality(L.Callback):
         if step == self._last or step % self.every_steps:
             return
         self._last = step
-        quality = self.measure()
-        values = {"heldout_kl": quality.kl, "heldout_perplexity": quality.perplexity}
+        values = self.measure()
         self.metrics.write(step, values)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
-        trainer.print(f"step {step}: held-out KL {quality.kl:.5f} nats, perplexity {quality.perplexity:.4f}", flush=True)
+        trainer.print(f"step {step}: " + ", ".join(f"{name} {value:.5f}" for name, value in values.items()), flush=True)

@@ -1,0 +1,57 @@
+"""A DraftModel at work on one sequence: the Drafter that the draft-verify loop talks to."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .mask import context_visible
+from .model import Context, DraftModel, block_embeddings
+from .sampling import Sampling, choose_tokens
+
+
+class DFlashDrafter:
+    """Keeps the context's keys and values of one sequence and proposes from them.
+
+    embedding_VD, head_VD: the target's. With a sliding window only the newest `window` context tokens are kept.
+    """
+
+    def __init__(self, model: DraftModel, *, embedding_VD: Tensor, head_VD: Tensor) -> None:
+        self.model, self.embedding_VD, self.head_VD = model, embedding_VD, head_VD
+        self.num_drafts = model.config.num_drafts
+        c = model.config
+        empty = model.fc.weight.new_zeros(1, c.num_key_value_heads, 0, c.head_dim)
+        self._contexts = [Context(empty, empty) for _ in range(c.num_hidden_layers)]
+        self._observed = 0
+
+    @torch.no_grad()
+    def observe(self, features_TF: Tensor) -> None:
+        """Take the target's features of the next committed positions, [T, F]."""
+        window = self.model.config.sliding_window
+        if window is not None and features_TF.shape[0] > window:   # what a long prompt pushes out at once is never looked at
+            self._observed += features_TF.shape[0] - window
+            features_TF = features_TF[-window:]
+        dtype = self.model.fc.weight.dtype
+        positions = torch.arange(self._observed, self._observed + features_TF.shape[0], device=features_TF.device)
+        new = self.model.context(features_TF.to(dtype).unsqueeze(0), positions_BS=positions.unsqueeze(0))
+        keep = slice(None) if window is None else slice(-window, None)
+        self._contexts = [Context(torch.cat((old.keys, n.keys), dim=2)[:, :, keep], torch.cat((old.values, n.values), dim=2)[:, :, keep])
+                          for old, n in zip(self._contexts, new, strict=True)]
+        self._observed += features_TF.shape[0]
+
+    @torch.no_grad()
+    def logits(self, anchor: int) -> Tensor:
+        """The target head's logits of the masked slots, [N - 1, V]; the anchor sits at the next unobserved position."""
+        device = self.head_VD.device
+        anchors = torch.tensor([[self._observed]], device=device)
+        context_positions = torch.arange(self._observed - self._contexts[0].keys.shape[2], self._observed, device=device)
+        c = self.model.config
+        visible = context_visible(anchors[0], block_size=c.block_size, context_positions_S=context_positions, window=c.sliding_window)
+        block = block_embeddings(c, torch.tensor([[anchor]], device=device), embedding_VD=self.embedding_VD).to(self.model.fc.weight.dtype)
+        hidden = self.model(block, contexts=self._contexts, visible_BANS=visible.unsqueeze(0), anchors_BA=anchors)
+        return F.linear(hidden[0, 0, 1:].to(self.head_VD.dtype), self.head_VD)
+
+    def propose(self, anchor: int, *, count: int, sampling: Sampling) -> list[int]:
+        """The first `count` slots' tokens, picked with the noise the target will use at those positions."""
+        if not 0 <= count <= self.num_drafts:
+            raise ValueError(f"propose: a block of {self.num_drafts + 1} gives at most {self.num_drafts} drafts; got count {count}.")
+        return choose_tokens(self.logits(anchor)[:count], first_position=self._observed + 1, sampling=sampling)

@@ -1,0 +1,77 @@
+"""Which token a row of logits gives: greedy, or sampled with noise keyed by (seed, position).
+
+Draft and target call the same function with the same position, so they share the noise. A sampled text then does not
+depend on whether, or how well, it was drafted, and every token is still drawn from the target's own distribution.
+
+Legend: T positions, V vocabulary.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels.sampling import gumbel_noise_ref
+
+NOISE_POSITIONS = 16   # whose noise is made together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are picked; temperature 0 is greedy, and then nothing else matters."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0              # keep the likeliest tokens until their probabilities reach this sum
+    top_k: int | None = None        # keep at most so many; None: all
+    seed: int = 0                   # of the noise; 0..2**63 - 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature <= 100:
+            raise ValueError(f"temperature: must lie in 0..100; got {self.temperature}.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: must lie in (0, 1]; got {self.top_p}.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k: must be at least 1, or null for all tokens; got {self.top_k}.")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed: must lie in 0..2**63 - 1; got {self.seed}.")
+
+
+def choose_tokens(logits_TV: Tensor, *, first_position: int, sampling: Sampling) -> list[int]:
+    """The tokens at positions first_position, first_position + 1, ...
+
+    Shapes: logits_TV [T, V], row t for position first_position + t.
+    Numerics: greedy compares the logits as they are; sampling works in fp32. Ties go to the lowest id. Each row's
+        result depends on that row, its position and the seed only.
+    """
+    if sampling.temperature == 0:
+        return [int(row.argmax()) for row in logits_TV]
+    rows = []
+    for t, row in enumerate(logits_TV.float()):
+        block, place = divmod(first_position + t, NOISE_POSITIONS)
+        noise = _noise_block(sampling.seed, block, logits_TV.shape[1], logits_TV.device)[place]
+        rows.append(_sample(row, noise=noise, sampling=sampling))
+    return rows
+
+
+@functools.lru_cache(maxsize=16)
+def _noise_block(seed: int, block: int, vocab_size: int, device: torch.device) -> Tensor:
+    """Noise of NOISE_POSITIONS positions: draft and target want the same ones, and one call costs as much as sixteen."""
+    positions = range(block * NOISE_POSITIONS, (block + 1) * NOISE_POSITIONS)
+    return gumbel_noise_ref(seed=seed, positions=positions, vocab_size=vocab_size, device=device)
+
+
+def _sample(logits_V: Tensor, *, noise: Tensor, sampling: Sampling) -> int:
+    scaled = logits_V / sampling.temperature
+    if sampling.top_k is None and sampling.top_p == 1:
+        return int((scaled + noise).argmax())
+    sorted_V, ids = scaled.sort(descending=True, stable=True)   # stable: of equal logits the lowest id is kept first
+    keep = torch.ones_like(ids, dtype=torch.bool)
+    if sampling.top_k is not None:
+        keep[sampling.top_k:] = False
+    if sampling.top_p < 1:
+        probabilities = sorted_V.masked_fill(~keep, -torch.inf).softmax(0)   # top_p counts what top_k left, as in vLLM
+        keep &= probabilities.cumsum(0) - probabilities < sampling.top_p     # always keeps the first
+    kept = torch.full_like(scaled, -torch.inf)
+    kept[ids[keep]] = scaled[ids[keep]]
+    return int((kept + noise).argmax())

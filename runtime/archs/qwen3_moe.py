@@ -1,0 +1,30 @@
+"""Qwen3-MoE: RMS norms on queries and keys, softmax router, no biases."""
+
+from typing import Any
+
+from ..graph import ModelGraph
+
+
+def graph(config: dict[str, Any], where: str) -> ModelGraph:
+    """Errors: NotImplementedError for dense layers, sliding windows, biases or a scaled rope, each by its key."""
+    rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config.get("rope_theta")}
+    refused = {
+        "mlp_only_layers": bool(config.get("mlp_only_layers")), "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
+        "use_sliding_window": bool(config.get("use_sliding_window")), "attention_bias": bool(config.get("attention_bias")),
+        "hidden_act": config.get("hidden_act", "silu") != "silu", "rope_parameters": rope.get("rope_type", "default") != "default",
+        "rope_scaling": bool(config.get("rope_scaling"))}
+    for key, is_refused in refused.items():
+        if is_refused:
+            raise NotImplementedError(f"{where}: {key} is {config.get(key)!r}; the reference executor runs Qwen3-MoE with experts in every layer, "
+                                      "full attention, no biases and the default rope.")
+    if rope.get("rope_theta") is None:
+        raise ValueError(f"{where}: no rope_theta, neither at the top nor in rope_parameters. The config is incomplete.")
+    experts = config.get("num_experts", config.get("num_local_experts"))
+    if experts is None:
+        raise ValueError(f"{where}: no num_experts. The config is incomplete.")
+    return ModelGraph(
+        hidden_size=config["hidden_size"], num_layers=config["num_hidden_layers"], num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"], head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        num_experts=experts, experts_per_token=config["num_experts_per_tok"], expert_hidden=config["moe_intermediate_size"],
+        normalize_router_weights=config.get("norm_topk_prob", False), rms_eps=config["rms_norm_eps"], rope_theta=float(rope["rope_theta"]),
+        vocab_size=config["vocab_size"], max_length=config["max_position_embeddings"], tied_head=config.get("tie_word_embeddings", False))

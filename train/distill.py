@@ -1,0 +1,275 @@
+"""Self-distillation of a DFlash draft head from an exported MXFP4 target.
+
+The target answers the prompts itself; its hidden states are tapped while it reads a packed row of prompts and answers; the
+draft fills blocks at random anchors of the answers and is trained on what the target wrote (ce) or would have said (kl).
+Only the draft is trained: embedding and head are the target's.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from ..dflash.anchors import anchor_generator, draw_anchors, valid_anchors
+from ..dflash.checkpoint import DRAFT_DIRECTORY, HELDOUT_PROMPTS, read_draft, read_metadata, target_record, write_draft
+from ..dflash.context import Taps
+from ..dflash.loss import SlotSums, slot_sums, slot_targets
+from ..dflash.model import DraftModel, draft_blocks
+from ..quant.archs import load_config, load_tokenizer
+from ..quant.checkpoint import load_exported_model, new_directory, require_free_space
+from ..quant.checkpoint.disk import refuse_existing
+from ..quant.checkpoint.run import step_of
+from ..quant.quality import head_weight
+from .acceptance import acceptance_figures, acceptance_table, measure_acceptance
+from .callbacks import HeldoutFigures, MetricsCSV
+from .data import describe_source
+from .distill_config import DistillRecipe, SlotLossConfig
+from .distill_data import DOCUMENTS, IDS, POSITIONS, SUPERVISED, PromptData, RowData, packed_rows
+from .draft_shape import draft_plan, resolve_shape
+from .fit import AUTOCAST, fit, make_trainer, require_accelerator
+from .loggers import quiet_lightning
+from .optim import MuonAdamW, parameter_groups
+from .prompts import to_jsonl
+from .recipe import RecipeError
+from .responses import generate_responses
+from .run_dir import completed, open_run, rank_zero_print, require_finite, resume_point, write_meta
+from .schedule import warmup_cosine
+
+LOGGED = ("loss", "accuracy", "first_slot_accuracy", "lr")
+
+
+class DistillModule(L.LightningModule):
+    """Draft, frozen target, loss and optimizer. Checkpoints hold the draft and the optimizer."""
+
+    def __init__(self, recipe: DistillRecipe, *, draft: DraftModel, target: nn.Module) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.draft = draft
+        self._outside = (target.requires_grad_(False),)   # in a tuple it is no submodule: neither saved nor trained
+
+    @property
+    def target(self) -> nn.Module:
+        return self._outside[0]
+
+    def on_fit_start(self) -> None:
+        self.target.to(self.device)
+
+    def training_step(self, batch_B4S: Tensor, batch_idx: int) -> Tensor:
+        t = self.recipe.trainer
+        # the micro-batch's index in the run, so that a resumed run draws what the uninterrupted one would have
+        index = self.global_step * t.accumulate_grad_batches + batch_idx % t.accumulate_grad_batches
+        generator = anchor_generator(seed=t.seed, rank=self.global_rank, index=index, device=self.device)
+        sums = slot_pass(self.draft, self.target, batch_B4S, loss=self.recipe.loss, generator=generator)
+        weight = sums.weight
+        if self.trainer.world_size > 1:   # one denominator for all ranks; gradients are averaged over them
+            weight = torch.as_tensor(self.all_gather(weight)).mean()
+        loss: Tensor = sums.loss / weight.clamp(min=1e-6)
+        if not bool(torch.isfinite(loss.detach())):
+            raise ValueError(f"train dflash-distill: the loss is {float(loss.detach())} at step {self.global_step}: the run has diverged. "
+                             "Start a new --run with lower optim.muon_lr and optim.adamw_lr.")
+        share = sums.correct_N / sums.count_N.clamp(min=1)
+        self.log("loss", loss.detach(), prog_bar=True)
+        self.log_dict({"accuracy": sums.correct_N.sum() / sums.count_N.sum().clamp(min=1), "first_slot_accuracy": share[1],
+                       "lr": self.trainer.optimizers[0].param_groups[0]["lr"]})
+        return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        require_finite(self.draft)   # before the file replaces a good one
+
+    def configure_optimizers(self) -> Any:
+        o, steps = self.recipe.optim, self.recipe.trainer.max_steps
+        groups = parameter_groups(self.draft, muon_lr=o.muon_lr, muon_weight_decay=o.muon_weight_decay, adamw_lr=o.adamw_lr,
+                                  adamw_weight_decay=o.adamw_weight_decay, betas=o.betas, momentum=o.momentum)
+        optimizer = MuonAdamW(groups)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda s: warmup_cosine(s, warmup_steps=o.warmup_steps, max_steps=steps, final_ratio=o.final_lr_ratio))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def slot_pass(draft: DraftModel, target: nn.Module, batch_B4S: Tensor, *, loss: SlotLossConfig, generator: torch.Generator) -> SlotSums:
+    """One forward of target and draft over packed rows: loss and accuracy of the slots of randomly drawn blocks.
+
+    Shapes: batch_B4S as `pack_row` makes it.
+    """
+    ids, documents, positions = batch_B4S[:, IDS], batch_B4S[:, DOCUMENTS], batch_B4S[:, POSITIONS]
+    supervised = batch_B4S[:, SUPERVISED].bool()
+    features, hidden = run_target(target, ids, documents_BS=documents, positions_BS=positions, layer_ids=draft.config.target_layer_ids)
+    valid = valid_anchors(documents, supervised_BS=supervised, positions_BS=positions)
+    index, is_valid = draw_anchors(valid, num_anchors=loss.anchors, generator=generator)
+    embedding: Tensor = target.get_input_embeddings().weight  # type: ignore[operator]
+    slots = draft_blocks(draft, features_BSF=features, positions_BS=positions, documents_BS=documents, anchor_index_BA=index,
+                         anchor_ids_BA=ids.gather(1, index), embedding_VD=embedding)
+    targets = slot_targets(ids, documents_BS=documents, supervised_BS=supervised, anchor_index_BA=index, anchor_valid_BA=is_valid,
+                           block_size=draft.config.block_size)
+    return slot_sums(slots, targets=targets, head_VD=head_weight(target), target_hidden_BSD=hidden, kind=loss.kind, gamma=loss.decay_gamma,
+                     chunk_rows=loss.chunk_rows)
+
+
+@torch.no_grad()
+def run_target(target: nn.Module, ids_BS: Tensor, *, documents_BS: Tensor, positions_BS: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(tapped features [B, S, F], states after the final norm [B, S, D]) of packed rows, each document on its own.
+
+    The mask is written out: transformers guesses packing from the positions only where it can.
+    """
+    length = ids_BS.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=ids_BS.device).tril()
+    mask = causal & (documents_BS.unsqueeze(2) == documents_BS.unsqueeze(1))
+    dtype = next(target.parameters()).dtype
+    additive = torch.zeros(mask.shape, dtype=dtype, device=ids_BS.device).masked_fill(~mask, torch.finfo(dtype).min).unsqueeze(1)
+    with Taps(target, layer_ids=layer_ids) as taps:
+        output = target.model(input_ids=ids_BS, attention_mask=additive, position_ids=positions_BS, use_cache=False)  # type: ignore[operator, union-attr]
+        return taps.take(), output.last_hidden_state
+
+
+def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
+    """Answer, train, measure, write the draft into the target's directory; returns RUN/meta.json as a dict.
+
+    Errors: all of the input is checked before RUN is created. RecipeError for a run or a draft that exists already; ValueError and
+        FileNotFoundError for a target, a draft to start from or data that cannot be used.
+    """
+    run_dir, target_dir = Path(recipe.run), Path(recipe.target)
+    out = Path(recipe.out) if recipe.out is not None else target_dir / DRAFT_DIRECTORY
+    t = recipe.trainer
+    checkpoint = resume_point(run_dir, recipe=recipe, resume=resume)
+    done = completed(run_dir, checkpoint=checkpoint, max_steps=t.max_steps)
+    if done is not None and out.is_dir():
+        return done
+    refuse_existing(out)
+    require_accelerator(t)
+    config = load_config(target_dir)
+    _check_target(config, target_dir=target_dir, recipe=recipe)
+    tokenizer = load_tokenizer(target_dir)
+    autocast = AUTOCAST[t.precision]
+    shape, origin = resolve_shape(recipe.draft, config=config, tokenizer=tokenizer)
+    draft = DraftModel(shape)
+    rank_zero_print(draft_plan(draft, origin=origin))
+    data = PromptData(recipe.data, tokenizer=tokenizer, vocab_size=config.vocab_size)
+    target = load_exported_model(target_dir, dtype=autocast or torch.float32)
+    if recipe.draft.init_from is not None:
+        draft.load_state_dict(read_draft(Path(recipe.draft.init_from), dtype=torch.float32).state_dict())
+    else:
+        final_norm: Any = target.model.norm  # type: ignore[union-attr]
+        draft.initialize(generator=torch.Generator().manual_seed(t.seed), final_norm_D=final_norm.weight)
+    require_free_space(run_dir, num_bytes=2 * 3 * 4 * sum(p.numel() for p in draft.parameters()),
+                       what="train dflash-distill (two checkpoints of draft and optimizer)")
+
+    quiet_lightning()
+    L.seed_everything(t.seed, verbose=False)
+    module = DistillModule(recipe, draft=draft, target=target)
+    meta = _open_run(run_dir, recipe=recipe, data=data, target_dir=target_dir)
+    columns = tuple(f"heldout_{d}" for d in (*data.heldout, "all"))
+    metrics = MetricsCSV(run_dir / "metrics.csv", logged=LOGGED, extra=columns, resumed_step=step_of(checkpoint) if checkpoint else 0,
+                         every_steps=t.log_every_steps)
+    eos_ids = eos_ids_of_target(target)
+
+    def measure() -> dict[str, Any]:
+        target.to(module.device)
+        return measure_acceptance(draft, target, data.heldout, max_tokens=recipe.data.heldout_new_tokens, eos_ids=eos_ids,
+                                  max_length=config.max_position_embeddings)
+
+    callbacks: list[L.Callback] = [metrics]
+    if t.val_every_steps is not None:
+        callbacks.append(HeldoutFigures(lambda: {f"heldout_{d}": v for d, v in acceptance_figures(measure()).items()},
+                                        every_steps=t.val_every_steps, metrics=metrics))
+    trainer = make_trainer(t, run_dir=run_dir, max_grad_norm=recipe.optim.max_grad_norm, callbacks=callbacks)
+    device = trainer.strategy.root_device
+    target.to(device)
+    rows = _make_rows(target, data, recipe=recipe, run_dir=run_dir, eos_ids=eos_ids, pad_id=_pad_id(tokenizer, eos_ids), meta=meta)
+    if "before" not in meta:
+        rank_zero_print(f"measuring the draft before training ({origin})")
+        module.to(device)
+        meta["before"] = measure()
+        write_meta(run_dir, meta)
+        rank_zero_print(acceptance_table(meta["before"]))
+    rows_data = RowData(rows, weights=[s.weight for s in recipe.data.train], seed=t.seed, batch_size=t.batch_size, accumulate=t.accumulate_grad_batches,
+                        max_steps=t.max_steps)
+    fit(trainer, module, data=rows_data, checkpoint=checkpoint, run_dir=run_dir, max_steps=t.max_steps)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))   # what is measured is what is written
+    rank_zero_print("measuring the trained draft on held-out prompts")
+    module.to(device)
+    meta["after"] = measure()
+    if trainer.is_global_zero:
+        _write(out, draft, meta=meta, data=data)
+    meta["status"] = "complete"
+    meta["draft"] = str(out.absolute())
+    write_meta(run_dir, meta)
+    rank_zero_print(acceptance_table(meta["after"], before=meta["before"]))
+    rank_zero_print(f"{out}: draft of {sum(p.numel() for p in draft.parameters()):,} weights written, for target {meta['target']['sha256'][:12]}")
+    return meta
+
+
+def eos_ids_of_target(target: nn.Module) -> frozenset[int]:
+    """End-of-sequence tokens by generation_config, else by config."""
+    for source in (getattr(target, "generation_config", None), target.config):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            return frozenset(value if isinstance(value, list) else [value])
+    return frozenset()
+
+
+def _pad_id(tokenizer: Any, eos_ids: frozenset[int]) -> int:
+    if tokenizer.pad_token_id is not None:
+        return int(tokenizer.pad_token_id)
+    if not eos_ids:
+        raise ValueError("tokenizer: needs a pad or an eos token to pad batches with; it has neither. Set one in tokenizer_config.json.")
+    return min(eos_ids)
+
+
+def _check_target(config: Any, *, target_dir: Path, recipe: DistillRecipe) -> None:
+    if getattr(config, "quantization_config", None) is None:
+        raise ValueError(f"target: {target_dir} is not quantized. A draft is distilled from the model that is served: give a directory of `kilotok export`.")
+    longest = config.max_position_embeddings
+    d = recipe.data
+    if d.sequence_length > longest:
+        raise RecipeError(f"data.sequence_length: {d.sequence_length} is beyond the target's max_position_embeddings, {longest}. Lower it.")
+
+
+def _make_rows(
+    target: nn.Module, data: PromptData, *, recipe: DistillRecipe, run_dir: Path, eos_ids: frozenset[int], pad_id: int, meta: dict[str, Any],
+) -> list[list[Tensor]]:
+    """Packed rows of every source; the first time, the target answers the prompts."""
+    d, rows, counts = recipe.data, [], []
+    responses_dir = Path(d.responses) if d.responses is not None else run_dir / "responses"
+    for number, (source, prompts) in enumerate(zip(d.train, data.train, strict=True)):
+        responses = generate_responses(
+            target, prompts, directory=responses_dir / f"{number:02d}-{source.domain}", target_sha256=meta["target"]["sha256"],
+            temperatures=d.temperatures, max_new_tokens=d.max_new_tokens, batch_size=d.generation_batch, eos_ids=eos_ids, pad_id=pad_id,
+            seed=recipe.trainer.seed,
+            say=lambda text, domain=source.domain: rank_zero_print(f"{domain}: {text}"))
+        packed, left_out = packed_rows(responses, length=d.sequence_length, pad_id=pad_id)
+        if not packed:
+            raise ValueError(f"data source {source.domain!r}: no response fits data.sequence_length ({d.sequence_length}) or has two tokens. "
+                             "Raise it, or add prompts.")
+        tokens = sum(int(row[SUPERVISED].sum()) for row in packed)
+        counts.append({"domain": source.domain, "source": describe_source(source), "prompts": len(prompts), "responses": len(responses), "left_out": left_out,
+                       "rows": len(packed), "response_tokens": tokens})
+        rank_zero_print(f"{source.domain}: {len(prompts)} prompts, {len(responses)} responses ({left_out} left out: longer than a row or under two tokens), "
+                        f"{len(packed)} rows, {tokens:,} response tokens")
+        rows.append(packed)
+    meta["responses"] = counts
+    write_meta(run_dir, meta)
+    return rows
+
+
+def _open_run(run_dir: Path, *, recipe: DistillRecipe, data: PromptData, target_dir: Path) -> dict[str, Any]:
+    init = Path(recipe.draft.init_from) if recipe.draft.init_from is not None else None
+    target = target_record(target_dir)
+    fresh = {"kind": "dflash-distill", "status": "running", "max_steps": recipe.trainer.max_steps, "target": target, "prompts_sha256": data.sha256,
+             "started_from": None if init is None else {"draft": init.name, "distilled_from": (read_metadata(init) or {}).get("target")},
+             "heldout_prompts": {d: len(p) for d, p in data.heldout.items()}}
+    return open_run(run_dir, recipe=recipe, fresh=fresh, unchanged={
+        "prompts_sha256": f"data: the prompts have changed since {run_dir} was started (or the Python whose library they are from). "
+                          "Restore them, or start a new run.",
+        "target": f"target: {target_dir} has changed since {run_dir} was started. Restore it, or start a new run."})
+
+
+def _write(out: Path, draft: DraftModel, *, meta: dict[str, Any], data: PromptData) -> None:
+    kept = ("target", "started_from", "responses", "before", "after", "max_steps", "versions", "device", "commit")
+    with new_directory(out) as partial:
+        write_draft(partial, draft, metadata={k: meta[k] for k in kept if k in meta})
+        (partial / HELDOUT_PROMPTS).write_text(to_jsonl([p for prompts in data.heldout.values() for p in prompts]), encoding="utf-8")
+

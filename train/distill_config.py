@@ -1,0 +1,122 @@
+"""The recipe of `train dflash-distill`: frozen dataclasses, one field a line. A YAML file names only what differs."""
+
+import importlib.resources
+from dataclasses import dataclass, field
+
+from ..dflash.loss import LossKind
+from .config import Source, TrainerConfig, at_least, positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftShape:
+    """The draft head. What is null is taken from the target."""
+
+    init_from: str | None = None                   # directory of a draft to start from, whose shape it then has; null: random weights
+    num_hidden_layers: int = 5
+    intermediate_size: int | None = None           # null: three times the hidden size
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    target_layer_ids: list[int] | None = None      # tapped layers, from 0; null: the published rule, one tap a draft layer as far as they differ
+    mask_token_id: int | None = None               # row of the target's embedding that marks a slot; null: the tokenizer's mask token
+    block_size: int = 8                            # the anchor and the masked slots
+    sliding_window: int | None = 1024              # context a slot sees; null: all of it
+    rope_theta: float = 10000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptConfig:
+    """Prompts by domain, and the responses the target gives to them. A source's weight is its share of the training rows."""
+
+    train: list[Source] = field(default_factory=list)
+    heldout: list[Source] = field(default_factory=list)
+    sequence_length: int = 512                     # tokens of a packed row; a longer prompt with its response is left out, and counted
+    prompt_tokens: int = 64                        # plain text gives prompts of so many tokens, each starting at a line
+    prompts_per_document: int = 4                  # of a plain-text document, spread evenly over it
+    max_new_tokens: int = 256                      # of a response
+    temperatures: list[float] = field(default_factory=lambda: [0.0])   # every prompt is answered once at each; 0 is greedy
+    generation_batch: int = 64                     # prompts answered at once
+    responses: str | None = None                   # directory of the responses, to share them between runs; null: RUN/responses
+    heldout_prompts: int = 12                      # a domain, spread evenly over its prompts
+    heldout_new_tokens: int = 64                   # decoded for each to measure the acceptance length
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "prompt_tokens", "prompts_per_document", "max_new_tokens", "generation_batch", "heldout_prompts", "heldout_new_tokens"):
+            positive(f"data.{name}", getattr(self, name))
+        if not self.temperatures or any(not 0 <= t <= 10 for t in self.temperatures):
+            raise ValueError(f"data.temperatures: needs at least one, each in 0..10; got {self.temperatures}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotLossConfig:
+    """What the masked slots are trained on."""
+
+    kind: LossKind = "ce"                 # ce: the token of the response; kl: the target's whole distribution there
+    decay_gamma: float | None = 4.0       # slot n weighs exp(-(n - 1) / gamma); null: all the same
+    anchors: int = 64                     # blocks a row, drawn anew every step
+    chunk_rows: int = 8192                # slots whose logits exist at one time
+
+    def __post_init__(self) -> None:
+        positive("loss.anchors", self.anchors)
+        positive("loss.chunk_rows", self.chunk_rows)
+        if self.decay_gamma is not None:
+            positive("loss.decay_gamma (null for no decay)", self.decay_gamma)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig:
+    """Muon for matrices, AdamW for the rest, one warm-up and cosine for both."""
+
+    muon_lr: float = 1e-3
+    adamw_lr: float = 1e-3
+    muon_weight_decay: float = 0.1
+    adamw_weight_decay: float = 0.01
+    momentum: float = 0.95
+    betas: tuple[float, float] = (0.9, 0.95)
+    warmup_steps: int = 0
+    final_lr_ratio: float = 0.05
+    max_grad_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        positive("optim.muon_lr", self.muon_lr)
+        positive("optim.adamw_lr", self.adamw_lr)
+        for name in ("muon_weight_decay", "adamw_weight_decay", "warmup_steps"):
+            at_least(f"optim.{name}", getattr(self, name), 0)
+        if not all(0 <= b < 1 for b in (*self.betas, self.momentum)):
+            raise ValueError(f"optim: betas and momentum must lie in [0, 1); got {list(self.betas)} and {self.momentum}.")
+        if not 0 <= self.final_lr_ratio <= 1:
+            raise ValueError(f"optim.final_lr_ratio: must lie in [0, 1]; got {self.final_lr_ratio}.")
+        if self.max_grad_norm is not None:
+            positive("optim.max_grad_norm (null for no clipping)", self.max_grad_norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillRecipe:
+    """Everything `train dflash-distill` needs."""
+
+    target: str = "."                      # exported directory: the model the draft is for
+    run: str = "dflash-run"                # directory to write: recipe.yaml, meta.json, responses/, checkpoints/, metrics.csv
+    out: str | None = None                 # where the draft goes; null: TARGET/dflash
+    draft: DraftShape = field(default_factory=DraftShape)
+    loss: SlotLossConfig = field(default_factory=SlotLossConfig)
+    optim: MuonConfig = field(default_factory=MuonConfig)
+    data: PromptConfig = field(default_factory=PromptConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+def default_recipe() -> DistillRecipe:
+    """For a target without a recipe: the prompts installed with kilotok, four domains, and the standard library of this Python."""
+    recipes = importlib.resources.files(f"{__package__.rsplit('.', 1)[0]}.recipes")
+
+    def prompts(domain: str, *, tools: str | None = None) -> Source:
+        return Source(domain=domain, path=str(recipes / "prompts" / f"{domain}.jsonl"), prompt="prompt", tools=tools)
+
+    def heldout(domain: str, *, tools: str | None = None) -> Source:
+        return Source(domain=domain, path=str(recipes / "pocket" / "heldout" / f"{domain}.jsonl"), prompt="prompt", response="response", tools=tools)
+
+    code = Source(domain="code", stdlib=True, part="train", documents=300)
+    return DistillRecipe(
+        data=PromptConfig(
+            train=[code, prompts("code"), prompts("math"), prompts("chat"), prompts("agent", tools="tools")],
+            heldout=[Source(domain="code", stdlib=True, part="heldout", documents=60), heldout("math"), heldout("chat"), heldout("agent", tools="tools")]),
+        optim=MuonConfig(warmup_steps=20), trainer=TrainerConfig(max_steps=1000, batch_size=8))

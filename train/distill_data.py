@@ -1,0 +1,84 @@
+"""Prompts, the target's responses to them, and the packed rows that a draft is trained on."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from .data import step_loader
+from .distill_config import PromptConfig
+from .packing import pack_documents
+from .prompts import Prompt, pick_heldout, read_prompts, sha256_of_prompts
+from .responses import Response
+
+IDS, DOCUMENTS, POSITIONS, SUPERVISED = range(4)   # the planes of a row
+
+
+def pack_row(documents: Sequence[Response], *, length: int, pad_id: int) -> Tensor:
+    """One row of whole documents, int64 [4, S]: ids, document, position inside the document, 1 where the target wrote the token.
+
+    Padding is a document of its own (-1) at position 0, never supervised.
+    """
+    row = torch.zeros(4, length, dtype=torch.int64)
+    row[IDS], row[DOCUMENTS] = pad_id, -1
+    start = 0
+    for number, d in enumerate(documents):
+        size = len(d.prompt) + len(d.response)
+        part = slice(start, start + size)
+        row[IDS, part] = torch.tensor((*d.prompt, *d.response))
+        row[DOCUMENTS, part] = number
+        row[POSITIONS, part] = torch.arange(size)
+        row[SUPERVISED, start + len(d.prompt):start + size] = 1
+        start += size
+    return row
+
+
+def packed_rows(responses: Sequence[Response], *, length: int, pad_id: int) -> tuple[list[Tensor], int]:
+    """(rows, how many responses were left out): those that give no block (under two tokens) and those longer than a row."""
+    usable = [r for r in responses if len(r.response) >= 2 and len(r.prompt) + len(r.response) <= length]
+    bins = pack_documents([len(r.prompt) + len(r.response) for r in usable], row_length=length)
+    return [pack_row([usable[i] for i in b], length=length, pad_id=pad_id) for b in bins], len(responses) - len(usable)
+
+
+class PromptData:
+    """The prompts of a recipe, by source for training and by domain for evaluation."""
+
+    def __init__(self, config: PromptConfig, *, tokenizer: Any, vocab_size: int) -> None:
+        if not config.train or not config.heldout:
+            raise ValueError("data: data.train and data.heldout need at least one source each; see recipes/pocket/distill.yaml.")
+        how = {"tokenizer": tokenizer, "prompt_tokens": config.prompt_tokens, "per_document": config.prompts_per_document}
+        longest = config.sequence_length - 2
+        self.train = [[p for p in read_prompts(s, **how) if len(p.ids) <= longest] for s in config.train]
+        by_domain: dict[str, list[Prompt]] = {}
+        for source in config.heldout:
+            by_domain.setdefault(source.domain, []).extend(read_prompts(source, **how))
+        self.heldout = {d: pick_heldout(p, limit=config.heldout_prompts) for d, p in by_domain.items()}
+        for source, prompts in zip(config.train, self.train, strict=True):
+            if not prompts:
+                raise ValueError(f"data source {source.domain!r}: every prompt is longer than data.sequence_length - 2 ({longest} tokens). Raise it.")
+        everything = [p for group in (*self.train, *self.heldout.values()) for p in group]
+        largest = max(max(p.ids) for p in everything)
+        if largest >= vocab_size:
+            raise ValueError(f"tokenizer: gives token {largest}, but the target's vocab_size is {vocab_size}. They do not belong together.")
+        seen = {p.ids for group in self.train for p in group}
+        both = [p for group in self.heldout.values() for p in group if p.ids in seen]
+        if both:
+            raise ValueError(f"data: {len(both)} held-out prompts are also trained on, such as {both[0].row['id']!r}. Use part: train and part: heldout.")
+        self.sha256 = hashlib.sha256("".join(sha256_of_prompts(g) for g in (*self.train, *self.heldout.values())).encode()).hexdigest()
+
+
+class RowData(L.LightningDataModule):
+    """Packed rows by (seed, step); the sources' weights are their shares of the rows."""
+
+    def __init__(self, sources: list[list[Tensor]], *, weights: list[float], seed: int, batch_size: int, accumulate: int, max_steps: int) -> None:
+        super().__init__()
+        self.sources, self.weights, self.seed = sources, weights, seed
+        self.batch_size, self.accumulate, self.max_steps = batch_size, accumulate, max_steps
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return step_loader(self.sources, weights=self.weights, seed=self.seed, trainer=self.trainer, batch_size=self.batch_size,
+                           accumulate=self.accumulate, max_steps=self.max_steps)

@@ -1,0 +1,64 @@
+"""From a recipe's draft section and a target to the draft's configuration."""
+
+from pathlib import Path
+from typing import Any
+
+from ..dflash.checkpoint import read_config, read_metadata
+from ..dflash.config import DraftConfig, default_target_layer_ids
+from ..dflash.model import DraftModel
+from .distill_config import DraftShape
+from .recipe import RecipeError
+
+
+def resolve_shape(shape: DraftShape, *, config: Any, tokenizer: Any) -> tuple[DraftConfig, str]:
+    """(configuration, where its weights start from).
+
+    Errors: ValueError for a draft to start from that has other shapes than the target, RecipeError for what cannot be filled in.
+    """
+    if shape.init_from is not None:
+        return _shape_of_existing(Path(shape.init_from), config=config)
+    mask = shape.mask_token_id if shape.mask_token_id is not None else tokenizer.mask_token_id
+    if mask is None:
+        raise RecipeError("draft.mask_token_id: the target's tokenizer has no mask token. Name an unused row of the embedding, such as the first after the "
+                          f"tokenizer's own tokens ({len(tokenizer)}, if it is below the vocab_size of {config.vocab_size}).")
+    taps = tuple(shape.target_layer_ids) if shape.target_layer_ids is not None else _default_taps(config.num_hidden_layers, shape.num_hidden_layers)
+    heads = shape.num_attention_heads or config.num_attention_heads
+    return DraftConfig(
+        hidden_size=config.hidden_size, intermediate_size=shape.intermediate_size or 3 * config.hidden_size, num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=heads, num_key_value_heads=shape.num_key_value_heads or config.num_key_value_heads,
+        head_dim=shape.head_dim or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads, vocab_size=config.vocab_size,
+        target_layer_ids=taps, num_target_layers=config.num_hidden_layers, mask_token_id=mask, block_size=shape.block_size,
+        sliding_window=shape.sliding_window, rope_theta=shape.rope_theta, rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings), "random weights"
+
+
+def _shape_of_existing(directory: Path, *, config: Any) -> tuple[DraftConfig, str]:
+    c = read_config(directory)
+    for name, mine, theirs in (("hidden_size", c.hidden_size, config.hidden_size), ("vocab_size", c.vocab_size, config.vocab_size),
+                               ("num_target_layers", c.num_target_layers, config.num_hidden_layers)):
+        if mine != theirs:
+            raise ValueError(f"draft.init_from: {directory} is for a target with {name} {mine}; this target has {theirs}. Start from random weights "
+                             "(init_from: null) or from a draft of this model.")
+    metadata = read_metadata(directory)
+    target = (metadata or {}).get("target")
+    made_for = f"distilled from weights {target['sha256'][:12]}" if target else "of unknown origin"
+    return c, f"warm start from {directory}, {made_for}"
+
+
+def _default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """The published rule, with as many taps as there are different layers."""
+    for taps in range(num_draft_layers, 0, -1):
+        try:
+            return default_target_layer_ids(num_target_layers=num_target_layers, num_draft_layers=taps)
+        except ValueError:
+            continue
+    raise RecipeError(f"draft.target_layer_ids: the published rule gives no layer for a target of {num_target_layers}. Name them in the recipe.")
+
+
+def draft_plan(draft: DraftModel, *, origin: str) -> str:
+    """What will be trained, printed before anything runs."""
+    c = draft.config
+    window = f"window {c.sliding_window}" if c.sliding_window is not None else "full attention"
+    return (f"draft head: {c.num_hidden_layers} layers, {sum(p.numel() for p in draft.parameters()):,} weights, block {c.block_size} (the anchor and "
+            f"{c.num_drafts} masked slots), {window}, non-causal, taps the outputs of layers {list(c.target_layer_ids)} of {c.num_target_layers}, "
+            f"mask token {c.mask_token_id}\ndraft head: starts from {origin}")

@@ -1,0 +1,44 @@
+"""The Lightning trainer of a run, the same for every kind of training."""
+
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from ..quant.checkpoint.run import newest_checkpoint
+from .callbacks import AtomicCheckpointIO
+from .config import TrainerConfig
+from .loggers import wandb_logger
+from .recipe import RecipeError
+
+AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16}
+
+
+def require_accelerator(config: TrainerConfig) -> None:
+    """RecipeError for a GPU that is asked for and not there."""
+    if config.accelerator == "gpu" and not torch.cuda.is_available():
+        raise RecipeError("trainer.accelerator: gpu, but torch sees no CUDA device. Use cpu or auto, or install a CUDA build of torch.")
+
+
+def make_trainer(config: TrainerConfig, *, run_dir: Path, max_grad_norm: float | None, callbacks: list[L.Callback]) -> L.Trainer:
+    """Checkpoints every `checkpoint_every_steps` into RUN/checkpoints, one kept, each whole or absent."""
+    checkpoints = ModelCheckpoint(
+        dirpath=run_dir / "checkpoints", filename="step-{step:08d}", auto_insert_metric_name=False, every_n_train_steps=config.checkpoint_every_steps,
+        save_top_k=1, enable_version_counter=False)
+    return L.Trainer(
+        accelerator=config.accelerator, devices=config.devices, precision=config.precision, max_steps=config.max_steps, max_epochs=1,
+        accumulate_grad_batches=config.accumulate_grad_batches, gradient_clip_val=max_grad_norm,
+        log_every_n_steps=config.log_every_steps, callbacks=[*callbacks, checkpoints], logger=wandb_logger(config.wandb_project, run_dir=run_dir),
+        plugins=[AtomicCheckpointIO()], limit_val_batches=0, num_sanity_val_steps=0, enable_model_summary=False, use_distributed_sampler=False,
+        default_root_dir=run_dir)
+
+
+def fit(trainer: L.Trainer, module: L.LightningModule, *, data: L.LightningDataModule, checkpoint: Path | None, run_dir: Path, max_steps: int) -> None:
+    """Train to max_steps and leave a checkpoint of that step. Errors: RuntimeError when Lightning stopped before."""
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    if trainer.global_step != max_steps:
+        raise RuntimeError(f"train: stopped at step {trainer.global_step} of {max_steps}. Continue with --resume.")
+    final = run_dir / "checkpoints" / f"step-{trainer.global_step:08d}.ckpt"
+    if newest_checkpoint(run_dir) != final:
+        trainer.save_checkpoint(final)

@@ -1,0 +1,96 @@
+"""Prompts by domain: chat turns from data sources, and the beginnings of passages of plain text."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .config import Source
+from .data import describe_source, read_source
+from .packing import spread
+
+CHARS_A_TOKEN = 16     # more than any tokenizer of text averages: how far to read for a number of tokens
+REFERENCE_TOKENS = 256   # of the text after a plain prompt, kept as its reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt as tokens, and as the row that another program can send it with."""
+
+    domain: str
+    ids: tuple[int, ...]
+    row: dict[str, Any]     # id, domain, prompt or messages (and tools), reference
+
+
+def read_prompts(source: Source, *, tokenizer: Any, prompt_tokens: int, per_document: int) -> list[Prompt]:
+    """The prompts of a source, in its order; a plain-text document gives up to `per_document`.
+
+    Errors: ValueError when there is none, or the tokenizer has no chat template and turns are asked for.
+    """
+    found: list[Prompt] = []
+    for name, document in read_source(source):
+        if isinstance(document, str):
+            found.extend(_text_prompts(name, document, source, tokenizer=tokenizer, tokens=prompt_tokens, count=per_document))
+        else:
+            found.append(_chat_prompt(name, document, source, tokenizer=tokenizer))
+    if not found:
+        raise ValueError(f"data source {source.domain!r}: no prompt found in {describe_source(source)} ({source.part}). Add text, or leave the source out.")
+    return found
+
+
+def pick_heldout(prompts: Sequence[Prompt], *, limit: int) -> list[Prompt]:
+    """At most `limit` prompts, spread evenly."""
+    return [prompts[i] for i in spread(len(prompts), limit=limit)]
+
+
+def to_jsonl(prompts: Sequence[Prompt]) -> str:
+    return "".join(json.dumps(p.row, ensure_ascii=False) + "\n" for p in prompts)
+
+
+def sha256_of_prompts(prompts: Sequence[Prompt]) -> str:
+    """One hash over all prompts' tokens, in order."""
+    return hashlib.sha256(json.dumps([(p.domain, p.ids) for p in prompts]).encode()).hexdigest()
+
+
+def _chat_prompt(name: str, document: dict[str, Any], source: Source, *, tokenizer: Any) -> Prompt:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(f"data source {source.domain!r}: the target's tokenizer has no chat template, so turns cannot be rendered. "
+                         "Use text: COLUMN instead of prompt.")
+    turns = document["messages"]
+    # the form in which clients send tools, so that the draft learns on the prompts that are served
+    tools = [t if "function" in t else {"type": "function", "function": t} for t in document["tools"] or []] or None
+    text = tokenizer.apply_chat_template(turns[:1], tools=tools, tokenize=False, add_generation_prompt=True)
+    row: dict[str, Any] = {"id": _identifier(name), "domain": source.domain, "messages": turns[:1]}
+    if tools:
+        row["tools"] = tools
+    row["reference"] = turns[1]["content"] if len(turns) > 1 else None
+    return Prompt(domain=source.domain, ids=_encode(tokenizer, text), row=row)
+
+
+def _text_prompts(name: str, text: str, source: Source, *, tokenizer: Any, tokens: int, count: int) -> list[Prompt]:
+    """Passages that begin at a line, evenly spaced, with `tokens` tokens of text and at least as many after them."""
+    starts = [0, *(i + 1 for i, c in enumerate(text) if c == "\n" and i + 1 < len(text) and text[i + 1] not in "\r\n")]
+    found = []
+    for number in spread(len(starts), limit=count):
+        passage = text[starts[number]:starts[number] + CHARS_A_TOKEN * (tokens + REFERENCE_TOKENS)]
+        ids = _encode(tokenizer, passage)
+        if len(ids) < 2 * tokens:
+            continue
+        # trailing blanks go: they would be tokens of their own here and part of the next token in the text
+        prompt = tokenizer.decode(ids[:tokens]).rstrip()
+        if not prompt or not passage.startswith(prompt):   # cut inside a character, or not reversible
+            continue
+        reference = tokenizer.decode(_encode(tokenizer, passage[len(prompt):])[:REFERENCE_TOKENS])
+        found.append(Prompt(domain=source.domain, ids=_encode(tokenizer, prompt),
+                            row={"id": _identifier(f"{name}:{starts[number]}"), "domain": source.domain, "prompt": prompt, "reference": reference}))
+    return found
+
+
+def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _identifier(name: str) -> str:
+    """A short name that stays the same: the document's own if it is short, else the start and a hash."""
+    return name if len(name) <= 60 and "\n" not in name else f"{' '.join(name.split())[:40]} {hashlib.sha256(name.encode()).hexdigest()[:8]}"
