@@ -13,8 +13,11 @@ from torch import Tensor
 
 
 def context_visible(anchors_A: Tensor, *, block_size: int, context_positions_S: Tensor, window: int | None) -> Tensor:
-    """bool [A, N, S]: slot n of the block at an anchor sees a context token, both by position inside their document."""
-    distance_AS = anchors_A.unsqueeze(-1) - context_positions_S
+    """bool [..., A, N, S]: slot n of the block at an anchor sees a context token, both by position inside their document.
+
+    Shapes: anchors_A [..., A] and context_positions_S [..., S], with the same leading dimensions.
+    """
+    distance_AS = anchors_A.unsqueeze(-1) - context_positions_S.unsqueeze(-2)
     visible_AS = distance_AS > 0
     if window is None:
         return visible_AS.unsqueeze(-2).expand(*visible_AS.shape[:-1], block_size, visible_AS.shape[-1])

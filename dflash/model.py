@@ -194,8 +194,7 @@ def draft_blocks(
     c = model.config
     anchors_BA = positions_BS.gather(1, anchor_index_BA)
     same_document_BAS = documents_BS.gather(1, anchor_index_BA).unsqueeze(-1) == documents_BS.unsqueeze(1)
-    visible = torch.stack([context_visible(a, block_size=c.block_size, context_positions_S=p, window=c.sliding_window)
-                           for a, p in zip(anchors_BA, positions_BS, strict=True)])
+    visible = context_visible(anchors_BA, block_size=c.block_size, context_positions_S=positions_BS, window=c.sliding_window)
     visible = visible & same_document_BAS.unsqueeze(2)
     contexts = model.context(features_BSF, positions_BS=positions_BS)
     block = block_embeddings(c, anchor_ids_BA, embedding_VD=embedding_VD)

@@ -27,12 +27,11 @@ class ModelGraph:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """One layer, matrices as [out, in]; queries, keys and values are one product."""
+    """One layer, matrices as [out, in]; queries, keys and values are one product, and so are their norms."""
 
     attention_norm: Tensor
     qkv: Tensor              # [(H + 2 G) K, D]
-    q_norm: Tensor
-    k_norm: Tensor
+    qk_norm: Tensor          # [H + G, K]: the queries' norm H times, the keys' G times
     out: Tensor
     experts_norm: Tensor
     router: Tensor           # [E, D]

@@ -147,7 +147,7 @@ class ReferenceSequence:
         ids_R[live] = torch.tensor(ids)
         positions_R[live] = torch.arange(self.length, self.length + count)
         ids_R, positions_R = ids_R.to(ex.device), positions_R.to(ex.device)
-        step = _Step(positions=positions_R, live=live, start=self.length, count=count, cos=ex.cos[positions_R], sin=ex.sin[positions_R])
+        step = _Step(ex, positions_R=positions_R, live=live, start=self.length, count=count)
         x = ex.weights.embedding[ids_R]
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(ex.weights.layers):
@@ -166,20 +166,18 @@ class ReferenceSequence:
         """Softmax over the cache, chunk after chunk, with a running maximum (Milakov and Gimelshein 2018)."""
         g, layer = self.executor.graph, self.executor.weights.layers[index]
         rows, groups, repeat, k = h.shape[0], g.num_kv_heads, g.num_heads // g.num_kv_heads, g.head_dim
-        query, key, value = F.linear(h, layer.qkv).view(rows, g.num_heads + 2 * groups, k).split((g.num_heads, groups, groups), dim=1)
-        query = rotate(rms_norm(query, layer.q_norm, g.rms_eps), step) * k**-0.5
-        key = rotate(rms_norm(key, layer.k_norm, g.rms_eps), step)
+        query_key, value = F.linear(h, layer.qkv).view(rows, g.num_heads + 2 * groups, k).split((g.num_heads + groups, groups), dim=1)
+        query, key = rotate(rms_norm(query_key, layer.qk_norm, g.rms_eps), step).split((g.num_heads, groups), dim=1)
         keys, values = self._cache[index]
         keys[:, step.start:step.start + step.count] = key[step.live].transpose(0, 1)
         values[:, step.start:step.start + step.count] = value[step.live].transpose(0, 1)
-        query = query.view(rows, groups, repeat, k).transpose(0, 1).reshape(groups, rows * repeat, k)
-        position = step.positions.repeat_interleave(repeat)
+        query = query.reshape(rows, groups, repeat, k).transpose(0, 1).reshape(groups, rows * repeat, k) * k**-0.5
         largest = query.new_full((groups, rows * repeat, 1), -torch.inf)
         total, mixed = torch.zeros_like(largest), torch.zeros_like(query)
-        for first in range(0, step.start + step.count, KV_CHUNK):
-            chunk = slice(first, first + KV_CHUNK)
+        for chunk, hidden in step.chunks:
             scores = query @ keys[:, chunk].mT
-            scores.masked_fill_(torch.arange(first, first + KV_CHUNK, device=h.device) > position.unsqueeze(1), -torch.inf)
+            if hidden is not None:
+                scores.masked_fill_(hidden, -torch.inf)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             kept, weights = (largest - new).exp(), (scores - new).exp()
             total = total * kept + weights.sum(-1, keepdim=True)
@@ -196,9 +194,7 @@ class ReferenceSequence:
         if g.normalize_router_weights:
             top = top / top.sum(-1, keepdim=True)
         weights_RE = torch.zeros_like(probabilities).scatter_(1, experts, top)
-        dead = torch.ones(h.shape[0], dtype=torch.bool, device=h.device)
-        dead[step.live] = False
-        weights_RE = weights_RE.masked_fill(dead.unsqueeze(1), 0).to(h.dtype)
+        weights_RE = weights_RE.masked_fill_(step.dead, 0).to(h.dtype)
         output = torch.zeros_like(h)
         for e in sorted(set(experts[step.live].flatten().tolist())):
             gate, up = F.linear(h, layer.gate_up[e]).chunk(2, dim=-1)
@@ -209,9 +205,19 @@ class ReferenceSequence:
 class _Step:
     """What all layers of one tile share."""
 
-    def __init__(self, *, positions: Tensor, live: slice, start: int, count: int, cos: Tensor, sin: Tensor) -> None:
-        self.positions, self.live, self.start, self.count = positions, live, start, count
-        self.cos, self.sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    def __init__(self, executor: ReferenceExecutor, *, positions_R: Tensor, live: slice, start: int, count: int) -> None:
+        self.live, self.start, self.count = live, start, count
+        self.cos, self.sin = executor.cos[positions_R].unsqueeze(1), executor.sin[positions_R].unsqueeze(1)
+        self.dead = torch.ones(len(positions_R), 1, dtype=torch.bool, device=positions_R.device)
+        self.dead[live] = False
+        g = executor.graph
+        position = positions_R.repeat_interleave(g.num_heads // g.num_kv_heads).unsqueeze(1)
+        # (chunk of the cache, which of its keys a row must not see); no mask where every row sees all of it: the same bits either way
+        self.chunks: list[tuple[slice, Tensor | None]] = []
+        for first in range(0, start + count, KV_CHUNK):
+            is_visible = first + KV_CHUNK <= start
+            hidden = None if is_visible else torch.arange(first, first + KV_CHUNK, device=positions_R.device) > position
+            self.chunks.append((slice(first, first + KV_CHUNK), hidden))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -60,7 +60,7 @@ def read_weights(directory: Path, *, graph: ModelGraph, config: dict[str, Any], 
             fused = torch.stack([torch.cat([reader.get(part) for part in parts]) for parts in arch.disk_names(name, num_experts=graph.num_experts)])
         if tuple(fused.shape) != shape:
             raise ValueError(f"{directory}: {name} has shape {tuple(fused.shape)}; its config.json asks for {shape}. They do not belong together.")
-        return fused.to(device, dtype)
+        return _inputs_outermost(fused.to(device, dtype))
 
     d, k, e, f = graph.hidden_size, graph.head_dim, graph.num_experts, graph.expert_hidden
     q_rows, kv_rows = graph.num_heads * k, graph.num_kv_heads * k
@@ -69,10 +69,17 @@ def read_weights(directory: Path, *, graph: ModelGraph, config: dict[str, Any], 
         at, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
         layers.append(LayerWeights(
             attention_norm=get(f"model.layers.{i}.input_layernorm.weight", d),
-            qkv=torch.cat([get(f"{at}.q_proj.weight", q_rows, d), get(f"{at}.k_proj.weight", kv_rows, d), get(f"{at}.v_proj.weight", kv_rows, d)]),
-            q_norm=get(f"{at}.q_norm.weight", k), k_norm=get(f"{at}.k_norm.weight", k), out=get(f"{at}.o_proj.weight", d, q_rows),
+            qkv=_inputs_outermost(torch.cat(
+                [get(f"{at}.q_proj.weight", q_rows, d), get(f"{at}.k_proj.weight", kv_rows, d), get(f"{at}.v_proj.weight", kv_rows, d)])),
+            qk_norm=torch.cat([get(f"{at}.q_norm.weight", k).expand(graph.num_heads, k), get(f"{at}.k_norm.weight", k).expand(graph.num_kv_heads, k)]),
+            out=_inputs_outermost(get(f"{at}.o_proj.weight", d, q_rows)),
             experts_norm=get(f"model.layers.{i}.post_attention_layernorm.weight", d), router=get(f"{mlp}.gate.weight", e, d),
             gate_up=experts(f"{mlp}.experts.gate_up_proj", e, 2 * f, d), down=experts(f"{mlp}.experts.down_proj", e, d, f)))
     embedding = get("model.embed_tokens.weight", graph.vocab_size, d)
-    return ModelWeights(embedding=embedding, layers=tuple(layers), norm=get("model.norm.weight", d),
-                        head=embedding if graph.tied_head else get("lm_head.weight", graph.vocab_size, d))
+    head = embedding if graph.tied_head else get("lm_head.weight", graph.vocab_size, d)
+    return ModelWeights(embedding=embedding, layers=tuple(layers), norm=get("model.norm.weight", d), head=_inputs_outermost(head))
+
+
+def _inputs_outermost(weight: Tensor) -> Tensor:
+    """The same [..., out, in] values, stored so that a product with few rows reads them in order (a quarter faster on a CPU)."""
+    return weight.mT.contiguous().mT

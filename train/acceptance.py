@@ -1,5 +1,10 @@
-"""Acceptance on held-out prompts: the draft-verify loop run on the target, greedy, by domain."""
+"""A draft on held-out prompts, by domain: acceptance in the draft-verify loop, greedy, and accuracy of every slot.
 
+Acceptance by position asks how often a round got so far; accuracy by slot asks each slot alone, for blocks at every anchor of the
+text that the target wrote, whatever the slots before it say.
+"""
+
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,48 +19,82 @@ from ..dflash.metrics import acceptance_by_position, acceptance_length, without_
 from ..dflash.model import DraftModel
 from ..dflash.sampling import Sampling
 from ..quant.quality import head_weight
+from .distill_config import SlotLossConfig
+from .distill_data import pack_row
 from .prompts import Prompt
+from .responses import Response
+from .slot_pass import slot_pass
 
 
 @torch.no_grad()
 def measure_acceptance(
     draft: DraftModel, target: nn.Module, prompts: Mapping[str, Sequence[Prompt]], *, max_tokens: int, eos_ids: Collection[int], max_length: int,
 ) -> dict[str, Any]:
-    """By domain and for `all`: acceptance length raw and with repeats cut, acceptance by position, rounds, tokens.
+    """By domain and for `all`: acceptance length raw and with repeats cut, acceptance by position, accuracy by slot, rounds, tokens.
 
     A prompt without room for max_tokens in the target's context gives as many as there is room for.
     """
-    raw: dict[str, list[Round]] = {}
-    cut: dict[str, list[Round]] = {}
+    rounds_of: dict[str, list[list[Round]]] = {d: [] for d in prompts}
+    correct = {d: torch.zeros(draft.config.block_size) for d in prompts}
+    counted = {d: torch.zeros(draft.config.block_size) for d in prompts}
     embedding = target.get_input_embeddings().weight  # type: ignore[operator]
-    with Taps(target, layer_ids=draft.config.target_layer_ids) as taps:
-        for domain, some in prompts.items():
-            for prompt in some:
+    for domain, some in prompts.items():
+        for prompt in some:
+            with Taps(target, layer_ids=draft.config.target_layer_ids) as taps:
                 drafter = DFlashDrafter(draft, embedding_VD=embedding, head_VD=head_weight(target))
                 rounds = list(generate(HFTarget(target, taps=taps, max_length=max_length), prompt=prompt.ids, drafter=drafter, sampling=Sampling(),
                                        max_tokens=max_tokens, eos_ids=eos_ids))
-                for name in (domain, "all"):
-                    raw.setdefault(name, []).extend(rounds)
-                    cut.setdefault(name, []).extend(without_repeats(rounds))
-    order = [*prompts, "all"]
-    return {d: {"acceptance_length": acceptance_length(raw[d]), "acceptance_length_repeats_cut": acceptance_length(cut[d]),
-                "acceptance_by_position": acceptance_by_position(raw[d], num_drafts=draft.config.num_drafts),
-                "rounds": sum(not r.is_prefill for r in raw[d]), "tokens": sum(len(r.tokens) for r in raw[d])} for d in order}
+            rounds_of[domain].append(rounds)
+            right, count = _slot_accuracy(draft, target, Response(prompt=prompt.ids, response=tuple(t for r in rounds for t in r.tokens)))
+            correct[domain] += right
+            counted[domain] += count
+    return {d: _figures([r for part in parts for r in rounds_of[part]], correct=sum(correct[p] for p in parts), counted=sum(counted[p] for p in parts))
+            for d, parts in [*((d, [d]) for d in prompts), ("all", list(prompts))]}
+
+
+def _figures(texts: Sequence[Sequence[Round]], *, correct: Any, counted: Any) -> dict[str, Any]:
+    """Plain numbers for JSON; None where nothing was counted."""
+    rounds = [r for text in texts for r in text]
+    cut = [r for text in texts for r in without_repeats(text)]
+    return {"acceptance_length": _or_none(acceptance_length(rounds)), "acceptance_length_repeats_cut": _or_none(acceptance_length(cut)),
+            "acceptance_by_position": [_or_none(share) for share in acceptance_by_position(rounds, num_drafts=len(correct) - 1)],
+            "accuracy_by_slot": [float(c / n) if n else None for c, n in zip(correct[1:], counted[1:], strict=True)],
+            "rounds": sum(not r.is_prefill for r in rounds), "tokens": sum(len(r.tokens) for r in rounds)}
+
+
+def _or_none(figure: float) -> float | None:
+    return None if math.isnan(figure) else figure
+
+
+def _slot_accuracy(draft: DraftModel, target: nn.Module, text: Response) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slots right, slots counted), by slot, over blocks at every anchor of a text."""
+    length = len(text.prompt) + len(text.response)
+    device = next(target.parameters()).device
+    row = pack_row([text], length=length, pad_id=0).unsqueeze(0).to(device)
+    dtype = next(target.parameters()).dtype
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+        sums = slot_pass(draft, target, row, loss=SlotLossConfig(anchors=length), generator=torch.Generator(device).manual_seed(0))
+    return sums.correct_N.cpu(), sums.count_N.cpu()
 
 
 def acceptance_figures(measured: Mapping[str, Any]) -> dict[str, float]:
     """Acceptance length with repeats cut, by domain."""
-    return {d: m["acceptance_length_repeats_cut"] for d, m in measured.items()}
+    return {d: float("nan") if (length := m["acceptance_length_repeats_cut"]) is None else length for d, m in measured.items()}
 
 
 def acceptance_table(measured: Mapping[str, Any], *, before: Mapping[str, Any] | None = None) -> str:
     """As text: tokens a target forward, bonus included, and the share of rounds that accept the first k drafts."""
     slots = range(1, 1 + len(next(iter(measured.values()))["acceptance_by_position"]))
     second = f"{'prompts':<9} {'':>7} | {'raw':>7} {'no loops':>9} | " + " ".join(f"{k:>5}" for k in slots)
-    lines = [f"{'held-out':<9} {'rounds':>7} | {'acceptance length':^17} | accepted at position", second + ("" if before is None else " | before (no loops)")]
+    lines = [f"{'held-out':<9} {'rounds':>7} | {'acceptance length':^17} | share of rounds that accept so many",
+             second + ("" if before is None else " | before (no loops)")]
     for domain, m in measured.items():
-        line = (f"{domain:<9} {m['rounds']:>7} | {m['acceptance_length']:>7.3f} {m['acceptance_length_repeats_cut']:>9.3f} | "
-                + " ".join(f"{share:>5.2f}" for share in m["acceptance_by_position"]))
-        lines.append(line if before is None else f"{line} | {before[domain]['acceptance_length_repeats_cut']:.3f}")
+        line = (f"{domain:<9} {m['rounds']:>7} | {_shown(m['acceptance_length'], 3):>7} {_shown(m['acceptance_length_repeats_cut'], 3):>9} | "
+                + " ".join(f"{_shown(share, 2):>5}" for share in m["acceptance_by_position"]))
+        lines.append(line if before is None else f"{line} | {_shown(before[domain]['acceptance_length_repeats_cut'], 3)}")
     lines.append("acceptance length: tokens committed by a target forward, bonus included; no loops: text cut at the third repeat of an 8-gram")
     return "\n".join(lines)
+
+
+def _shown(figure: float | None, digits: int) -> str:
+    return "-" if figure is None else f"{figure:.{digits}f}"

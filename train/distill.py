@@ -12,21 +12,18 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from ..dflash.anchors import anchor_generator, draw_anchors, valid_anchors
+from ..dflash.anchors import anchor_generator
 from ..dflash.checkpoint import DRAFT_DIRECTORY, HELDOUT_PROMPTS, read_draft, read_metadata, target_record, write_draft
-from ..dflash.context import Taps
-from ..dflash.loss import SlotSums, slot_sums, slot_targets
-from ..dflash.model import DraftModel, draft_blocks
+from ..dflash.model import DraftModel
 from ..quant.archs import load_config, load_tokenizer
 from ..quant.checkpoint import load_exported_model, new_directory, require_free_space
 from ..quant.checkpoint.disk import refuse_existing
 from ..quant.checkpoint.run import step_of
-from ..quant.quality import head_weight
 from .acceptance import acceptance_figures, acceptance_table, measure_acceptance
 from .callbacks import HeldoutFigures, MetricsCSV
 from .data import describe_source
-from .distill_config import DistillRecipe, SlotLossConfig
-from .distill_data import DOCUMENTS, IDS, POSITIONS, SUPERVISED, PromptData, RowData, packed_rows
+from .distill_config import DistillRecipe
+from .distill_data import SUPERVISED, PromptData, RowData, packed_rows
 from .draft_shape import draft_plan, resolve_shape
 from .fit import AUTOCAST, fit, make_trainer, require_accelerator
 from .loggers import quiet_lightning
@@ -36,6 +33,7 @@ from .recipe import RecipeError
 from .responses import generate_responses
 from .run_dir import completed, open_run, rank_zero_print, require_finite, resume_point, write_meta
 from .schedule import warmup_cosine
+from .slot_pass import slot_pass
 
 LOGGED = ("loss", "accuracy", "first_slot_accuracy", "lr")
 
@@ -86,41 +84,6 @@ class DistillModule(L.LightningModule):
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda s: warmup_cosine(s, warmup_steps=o.warmup_steps, max_steps=steps, final_ratio=o.final_lr_ratio))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def slot_pass(draft: DraftModel, target: nn.Module, batch_B4S: Tensor, *, loss: SlotLossConfig, generator: torch.Generator) -> SlotSums:
-    """One forward of target and draft over packed rows: loss and accuracy of the slots of randomly drawn blocks.
-
-    Shapes: batch_B4S as `pack_row` makes it.
-    """
-    ids, documents, positions = batch_B4S[:, IDS], batch_B4S[:, DOCUMENTS], batch_B4S[:, POSITIONS]
-    supervised = batch_B4S[:, SUPERVISED].bool()
-    features, hidden = run_target(target, ids, documents_BS=documents, positions_BS=positions, layer_ids=draft.config.target_layer_ids)
-    valid = valid_anchors(documents, supervised_BS=supervised, positions_BS=positions)
-    index, is_valid = draw_anchors(valid, num_anchors=loss.anchors, generator=generator)
-    embedding: Tensor = target.get_input_embeddings().weight  # type: ignore[operator]
-    slots = draft_blocks(draft, features_BSF=features, positions_BS=positions, documents_BS=documents, anchor_index_BA=index,
-                         anchor_ids_BA=ids.gather(1, index), embedding_VD=embedding)
-    targets = slot_targets(ids, documents_BS=documents, supervised_BS=supervised, anchor_index_BA=index, anchor_valid_BA=is_valid,
-                           block_size=draft.config.block_size)
-    return slot_sums(slots, targets=targets, head_VD=head_weight(target), target_hidden_BSD=hidden, kind=loss.kind, gamma=loss.decay_gamma,
-                     chunk_rows=loss.chunk_rows)
-
-
-@torch.no_grad()
-def run_target(target: nn.Module, ids_BS: Tensor, *, documents_BS: Tensor, positions_BS: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(tapped features [B, S, F], states after the final norm [B, S, D]) of packed rows, each document on its own.
-
-    The mask is written out: transformers guesses packing from the positions only where it can.
-    """
-    length = ids_BS.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=ids_BS.device).tril()
-    mask = causal & (documents_BS.unsqueeze(2) == documents_BS.unsqueeze(1))
-    dtype = next(target.parameters()).dtype
-    additive = torch.zeros(mask.shape, dtype=dtype, device=ids_BS.device).masked_fill(~mask, torch.finfo(dtype).min).unsqueeze(1)
-    with Taps(target, layer_ids=layer_ids) as taps:
-        output = target.model(input_ids=ids_BS, attention_mask=additive, position_ids=positions_BS, use_cache=False)  # type: ignore[operator, union-attr]
-        return taps.take(), output.last_hidden_state
 
 
 def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
