@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
+from ..dflash.export import KIND as DRAFT_RUN
+from ..dflash.export import export_draft
 from ..quant.checkpoint import export_run, inspect_directory
-from ..quant.checkpoint.run import Run
+from ..quant.checkpoint.run import RUN_METADATA, Run, read_meta
 from .loading import DTYPES, load_served
 from .validate import ValidateOptions, validate
 
@@ -23,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"kilotok {importlib.metadata.version('kilotok')}")
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="write a run's weights as a Hugging Face directory with packed experts")
-    export.add_argument("run", type=Path, help="run directory of `train qat`")
+    export.add_argument("run", type=Path, help="run directory of `train qat`; one of `train dflash-distill` gives the draft of its newest checkpoint")
     export.add_argument("out", type=Path, help="directory to create")
     export.add_argument("--parent", type=Path, help="where the parent model lies now, if it moved since the run")
     inspect = commands.add_parser("inspect", help="print what a checkpoint directory holds")
@@ -75,6 +77,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _export(run_dir: Path, out: Path, *, parent: Path | None) -> None:
+    if (run_dir / RUN_METADATA).is_file() and read_meta(run_dir)["kind"] == DRAFT_RUN:
+        step = export_draft(run_dir, out)
+        print(f"{out}: the draft of {run_dir} at step {step} of {read_meta(run_dir)['max_steps']}; its acceptance at this step was not measured")
+        return
     run = Run.open(run_dir)
     if not run.is_complete:
         print(f"note: {run_dir} stopped at step {run.step} of {run.meta['max_steps']}; exporting that step", flush=True)

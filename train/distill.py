@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..dflash.anchors import anchor_generator
 from ..dflash.checkpoint import DRAFT_DIRECTORY, HELDOUT_PROMPTS, read_draft, read_metadata, target_record, write_draft
+from ..dflash.export import KIND, draft_record
 from ..dflash.model import DraftModel
 from ..quant.archs import load_config, load_tokenizer
 from ..quant.checkpoint import load_exported_model, new_directory, require_free_space
@@ -121,7 +122,7 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     quiet_lightning()
     L.seed_everything(t.seed, verbose=False)
     module = DistillModule(recipe, draft=draft, target=target)
-    meta = _open_run(run_dir, recipe=recipe, data=data, target_dir=target_dir)
+    meta = _open_run(run_dir, recipe=recipe, data=data, target_dir=target_dir, draft_config=shape.to_json())
     columns = tuple(f"heldout_{d}" for d in (*data.heldout, "all"))
     metrics = MetricsCSV(run_dir / "metrics.csv", logged=LOGGED, extra=columns, resumed_step=step_of(checkpoint) if checkpoint else 0,
                          every_steps=t.log_every_steps)
@@ -218,10 +219,11 @@ def _make_rows(
     return rows
 
 
-def _open_run(run_dir: Path, *, recipe: DistillRecipe, data: PromptData, target_dir: Path) -> dict[str, Any]:
+def _open_run(run_dir: Path, *, recipe: DistillRecipe, data: PromptData, target_dir: Path, draft_config: dict[str, Any]) -> dict[str, Any]:
     init = Path(recipe.draft.init_from) if recipe.draft.init_from is not None else None
     target = target_record(target_dir)
-    fresh = {"kind": "dflash-distill", "status": "running", "max_steps": recipe.trainer.max_steps, "target": target, "prompts_sha256": data.sha256,
+    fresh = {"kind": KIND, "status": "running", "max_steps": recipe.trainer.max_steps, "target": target, "draft_config": draft_config,
+             "prompts_sha256": data.sha256,
              "started_from": None if init is None else {"draft": init.name, "distilled_from": (read_metadata(init) or {}).get("target")},
              "heldout_prompts": {d: len(p) for d, p in data.heldout.items()}}
     return open_run(run_dir, recipe=recipe, fresh=fresh, unchanged={
@@ -231,8 +233,7 @@ def _open_run(run_dir: Path, *, recipe: DistillRecipe, data: PromptData, target_
 
 
 def _write(out: Path, draft: DraftModel, *, meta: dict[str, Any], data: PromptData) -> None:
-    kept = ("target", "started_from", "responses", "before", "after", "max_steps", "versions", "device", "commit")
     with new_directory(out) as partial:
-        write_draft(partial, draft, metadata={k: meta[k] for k in kept if k in meta})
+        write_draft(partial, draft, metadata=draft_record(meta, step=meta["max_steps"]))
         (partial / HELDOUT_PROMPTS).write_text(to_jsonl([p for prompts in data.heldout.values() for p in prompts]), encoding="utf-8")
 

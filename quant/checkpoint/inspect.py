@@ -73,7 +73,8 @@ def _draft_line(directory: Path) -> str:
     raw = json.loads(path.read_text())
     dflash = raw.get("dflash_config") or {}
     window = f"window {raw.get('sliding_window')}" if dflash.get("use_swa") else "full attention"
-    return (f"in dflash/: {raw.get('num_hidden_layers')} layers, block {raw.get('block_size')}, {window}, {'causal' if raw.get('is_causal') else 'non-causal'}, "
+    causality = "causal" if raw.get("is_causal") else "non-causal"
+    return (f"in dflash/: {raw.get('num_hidden_layers')} layers, block {raw.get('block_size')}, {window}, {causality}, "
             f"taps {dflash.get('target_layer_ids')}, mask token {dflash.get('mask_token_id')}")
 
 

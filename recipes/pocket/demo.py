@@ -89,25 +89,31 @@ def ask(out: Path) -> None:
             server.terminate()
 
 
+def number(figure: dict[str, Any], key: str, form: str) -> str:
+    """A figure of the report; a dash where it says `not measured`."""
+    return format(figure[key], form) if key in figure else "-"
+
+
 def table(meta: dict[str, Any], reread: dict[str, Quality], report: dict[str, Any], *, files: dict[str, int], report_path: Path) -> str:
     """The one table: what QAT, the draft and the server did, by domain."""
     rtn = {d: Quality(**{k: q[k] for k in ("tokens", "kl", "cross_entropy", "parent_cross_entropy")}) for d, q in meta["round_to_nearest"].items()}
     rtn["all"], qat = pool(list(rtn.values())), {**reread, "all": pool(list(reread.values()))}
     speeds = {mode: report["speed"][mode] for mode in ("draft", "plain", "plain one column")}
     lines = [f"{'held-out':<8} | {'perplexity':^29} | {'KL to parent':^16} | {'acceptance length':^17} | {'tokens/s':^25} | speed-up over",
-             f"{'':<8} | {'parent':>9} {'rounded':>9} {'QAT':>9} | {'rounded':>8} {'QAT':>7} | {'raw':>7} {'no loops':>9} | {'draft':>7} {'plain':>7} {'1-column':>9} | "
-             "the faster plain"]
+             f"{'':<8} | {'parent':>9} {'rounded':>9} {'QAT':>9} | {'rounded':>8} {'QAT':>7} | {'raw':>7} {'no loops':>9} | "
+             f"{'draft':>7} {'plain':>7} {'1-column':>9} | the faster plain"]
     for d in DOMAINS:
         a = report["acceptance"]["greedy"][d]
-        rates = [speeds[mode][d]["decode"]["tokens_per_s"] for mode in speeds]
-        up = report["speed_up"]["greedy"][d]
-        lines.append(f"{d:<8} | {qat[d].parent_perplexity:>9.3f} {rtn[d].perplexity:>9.3f} {qat[d].perplexity:>9.3f} | {rtn[d].kl:>8.4f} {qat[d].kl:>7.4f} | "
-                     f"{a['raw']['length']:>7.2f} {a['repeats_cut']['length']:>9.2f} | {rates[0]:>7.1f} {rates[1]:>7.1f} {rates[2]:>9.1f} | {up['speed_up']:.2f}x")
+        rates = [number(speeds[mode][d]["decode"], "tokens_per_s", ".1f") for mode in speeds]
+        up = number(report["speed_up"]["greedy"][d], "speed_up", ".2f")
+        lines.append(f"{d:<8} | {qat[d].parent_perplexity:>9.3f} {rtn[d].perplexity:>9.3f} {qat[d].perplexity:>9.3f} | "
+                     f"{rtn[d].kl:>8.4f} {qat[d].kl:>7.4f} | {number(a['raw'], 'length', '.2f'):>7} {number(a['repeats_cut'], 'length', '.2f'):>9} | "
+                     f"{rates[0]:>7} {rates[1]:>7} {rates[2]:>9} | {up}x")
     counts = ", ".join(f"{kind} {c['equal']} of {c['total']}" for kind, c in report["lossless"].items())
     lines.append(f"lossless: {'yes' if report['ok'] else 'NO'} (texts equal with and without the draft: {counts})")
     lines.append(f"sizes: parent {files['parent']:,} bytes, export {files['export']:,}, draft {files['draft']:,}")
-    lines.append("rounded: the parent's experts rounded to nearest, untrained; no loops: text cut at the third repeat of an 8-gram; plain: one token a step under "
-                 "the column rule; 1-column: without it")
+    lines.append("rounded: the parent's experts rounded to nearest, untrained; no loops: text cut at the third repeat of an 8-gram; "
+                 "plain: one token a step under the column rule; 1-column: without it")
     lines.append(f"report: {report_path}")
     return "\n".join(lines)
 

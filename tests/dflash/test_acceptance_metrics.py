@@ -75,7 +75,7 @@ def cut_by_counting(ids: Sequence[int], *, ngram: int, times: int) -> int:
 def test_a_text_is_cut_where_an_8_gram_starts_for_the_third_time() -> None:
     phrase = [*range(8)]
     assert cut_at_repeat([50, *phrase, 51, *phrase, 52, *phrase, 53]) == 19
-    assert cut_at_repeat([50, *phrase, 51, *phrase, 52, *phrase[:7], 53]) == 26   # seven of it do not count
+    assert cut_at_repeat([50, *phrase, 51, *phrase, 52, *phrase[:7], 53]) == 27   # seven of it do not count
     assert cut_at_repeat(phrase * 3) == 16 and cut_at_repeat(phrase * 2) == 16 and cut_at_repeat((phrase * 3)[:-1]) == 23
     assert cut_at_repeat([4] * 9) == 9 and cut_at_repeat([4] * 10) == 2   # overlapping ones are counted
     assert cut_at_repeat([]) == 0 and cut_at_repeat([1] * 7) == 7

@@ -22,9 +22,9 @@ from kilotok.dflash.loss import slot_targets
 from kilotok.dflash.model import DraftModel, draft_blocks
 from kilotok.dflash.sampling import Sampling
 from kilotok.quant.archs import load_model
-from kilotok.train.distill import run_target
 from kilotok.train.distill_data import DOCUMENTS, IDS, POSITIONS, SUPERVISED, pack_row
 from kilotok.train.responses import Response
+from kilotok.train.slot_pass import run_target
 
 TAPS = (2, 0)      # of four layers; the order is that of the features
 WINDOW = 9

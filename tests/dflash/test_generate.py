@@ -217,7 +217,7 @@ def test_a_consumer_can_stop_between_rounds() -> None:
 
 @pytest.mark.parametrize(("prompt", "max_length", "message"), [
     ((), 10, "prompt: must hold at least one token; got none."),
-    (PROMPT, 5, "prompt: 5 tokens leave no room in a context of 5. Shorten the prompt."), (PROMPT, 3, "prompt: 5 tokens leave no room in a context of 3. Shorten"),
+    (PROMPT, 5, "prompt: 5 tokens leave no room in a context of 5. Shorten the prompt."), (PROMPT, 3, "prompt: 5 tokens leave no room in a context of 3."),
 ])
 def test_prompts_that_cannot_be_continued(prompt: tuple[int, ...], max_length: int, message: str) -> None:
     target = ToyTarget(max_length=max_length)

@@ -16,12 +16,12 @@ from kilotok.train.packing import spread
 from kilotok.train.prompts import CHARS_A_TOKEN, REFERENCE_TOKENS, Prompt, pick_heldout, read_prompts, sha256_of_prompts, to_jsonl
 
 TOKENS = 8
-DOCUMENTS = {
+DOCUMENTS = {   # in accents.txt some cuts fall inside a character: no prompt there
     "code.py": "".join(f"class Stack{i}:\n    def push(self, item):\n\n        self.items.append(item + {i})\n" for i in range(30)),
     "blank_lines.txt": "\n\n\n  indented and first\n\n\n" + "one line of words that ends with blanks   \n\n" * 20,
     "windows.txt": "a line of text with a carriage return\r\n\r\nand the next one\r\n" * 12,
     "tabs.txt": "\tkey\tvalue and some more words\n" * 20,
-    "accents.txt": "".join(f"{'na' * (i % 5)}\u00efve caf\u00e9 \u2014 \u65e5\u672c\u8a9e\n" for i in range(8)),   # some cuts fall inside a character: no prompt there
+    "accents.txt": "".join(f"{'na' * (i % 5)}\u00efve caf\u00e9 \u2014 \u65e5\u672c\u8a9e\n" for i in range(8)),
     "emoji.txt": "\U0001f600\U0001f680 and \U0001f9ea\U0001f600\n" * 10,
     "one_long_line.txt": "word " * 400,
     "control.txt": "<|im_start|>user\nhello there, how are you?<|im_end|>\n" * 12,
@@ -149,7 +149,8 @@ CHAT_ROWS: list[dict[str, Any]] = [
     {"prompt": "An empty list of tools.", "tools": [], "response": "Yes."},
 ]
 # shows tools as they are given, as most models' templates do: another form of the tool would be another prompt
-STRICT_TEMPLATE = ("{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+STRICT_TEMPLATE = ("{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+                   "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
                    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
