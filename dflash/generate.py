@@ -95,17 +95,17 @@ def generate(
             count = min(drafter.num_drafts, max_tokens - done - 1, target.max_length - start - 2)
             drafts = drafter.propose(anchor, count=count, sampling=sampling) if count > 0 else []
         step = target.read((anchor, *drafts))
-        picks = choose_tokens(step.logits_TV, first_position=start + 1, sampling=sampling)
+        tokens: list[int] = []
         matches = 0
-        while matches < len(drafts) and drafts[matches] == picks[matches]:
-            matches += 1
-        tokens = picks[:matches + 1]
-        ended = next((i for i, t in enumerate(tokens) if t in eos_ids), None)
-        if ended is not None:
-            tokens = tokens[:ended + 1]
+        for t in range(len(drafts) + 1):   # the target's own picks, up to the first that is no proposal, or ends the sequence
+            tokens += choose_tokens(step.logits_TV[t:t + 1], first_position=start + 1 + t, sampling=sampling)
+            is_match = t < len(drafts) and drafts[t] == tokens[t]
+            matches += is_match
+            if not is_match or tokens[t] in eos_ids:
+                break
         target.rewind(start + len(tokens))
         if drafter is not None:
             drafter.observe(step.features_TF[:len(tokens)])
         anchor = tokens[-1]
         done += len(tokens)
-        yield Round(tokens=tuple(tokens), num_drafted=len(drafts), num_accepted=min(matches, len(tokens)), stopped=ended is not None)
+        yield Round(tokens=tuple(tokens), num_drafted=len(drafts), num_accepted=matches, stopped=anchor in eos_ids)

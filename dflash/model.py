@@ -48,18 +48,25 @@ class RMSNorm(nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
-def rotate(x: Tensor, *, positions: Tensor, theta: float) -> Tensor:
-    """Rotary position embedding, halves layout (NeoX).
+class Rotation(NamedTuple):
+    """Cosines and sines of some positions, [..., 1, K / 2] each."""
 
-    Shapes: x [..., H, K]; positions int64 [...].
-    Numerics: angles in fp64, so that position 100,000 is as exact as position 1; the product in x's dtype.
-    """
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
+    cos: Tensor
+    sin: Tensor
+
+
+def rotation(positions: Tensor, *, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """Angles in fp64, so that position 100,000 is as exact as position 1; then rounded to `dtype`."""
+    half = head_dim // 2
+    frequencies = theta ** (-torch.arange(half, device=positions.device, dtype=torch.float64) / half)
     angles = (positions.double().unsqueeze(-1) * frequencies).unsqueeze(-2)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def rotate(x: Tensor, by: Rotation) -> Tensor:
+    """Rotary position embedding, halves layout (NeoX). Shapes: x [..., H, K] at the positions [...] of `by`."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * by.cos - b * by.sin, b * by.cos + a * by.sin), dim=-1)
 
 
 class Attention(nn.Module):
@@ -76,19 +83,19 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(k, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(k, eps=config.rms_norm_eps)
 
-    def keys_values(self, x: Tensor, *, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values of tokens [..., D] at positions [...]: two tensors [..., G, K]."""
+    def keys_values(self, x: Tensor, *, at: Rotation) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values of tokens [..., D]: two tensors [..., G, K]."""
         shape = (*x.shape[:-1], self.config.num_key_value_heads, self.config.head_dim)
-        keys = rotate(self.k_norm(self.k_proj(x).view(shape)), positions=positions, theta=self.config.rope_theta)
+        keys = rotate(self.k_norm(self.k_proj(x).view(shape)), at)
         return keys, self.v_proj(x).view(shape)
 
-    def forward(self, x_BAND: Tensor, *, context: Context, visible_BANS: Tensor, positions_BAN: Tensor) -> Tensor:
+    def forward(self, x_BAND: Tensor, *, context: Context, visible_BANS: Tensor, at: Rotation) -> Tensor:
         c = self.config
         batch, anchors, slots, _ = x_BAND.shape
         groups, repeat = c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads
         query = self.q_norm(self.q_proj(x_BAND).view(batch, anchors, slots, c.num_attention_heads, c.head_dim))
-        query = rotate(query, positions=positions_BAN, theta=c.rope_theta) * c.head_dim**-0.5
-        own_keys, own_values = self.keys_values(x_BAND, positions=positions_BAN)
+        query = rotate(query, at) * c.head_dim**-0.5
+        own_keys, own_values = self.keys_values(x_BAND, at=at)
         # rows of one key/value head: every anchor, slot and query head of its group, against the same context
         query = query.view(batch, anchors, slots, groups, repeat, c.head_dim).permute(0, 3, 1, 2, 4, 5)              # B G A N R K
         to_context = (query.flatten(2, 4) @ context.keys.mT).view(*query.shape[:-1], -1)                                # B G A N R S
@@ -159,9 +166,10 @@ class DraftModel(nn.Module):
         Shapes: features_BSF [B, S, F]; positions_BS int64, inside the document. Returns one Context a layer.
         """
         ctx_BSD = self.hidden_norm(self.fc(features_BSF))
+        at = self._rotation(positions_BS, dtype=ctx_BSD.dtype)
         contexts = []
         for layer in self.layers:
-            keys, values = layer.self_attn.keys_values(ctx_BSD, positions=positions_BS)  # type: ignore[operator, union-attr]
+            keys, values = layer.self_attn.keys_values(ctx_BSD, at=at)  # type: ignore[operator, union-attr]
             contexts.append(Context(keys.transpose(1, 2), values.transpose(1, 2)))
         return contexts
 
@@ -172,13 +180,16 @@ class DraftModel(nn.Module):
             document. Returns [B, A, N, D]; slot n predicts the token at anchor + n, slot 0 means nothing.
         """
         positions_BAN = anchors_BA.unsqueeze(-1) + torch.arange(block_BAND.shape[2], device=block_BAND.device)
+        at = self._rotation(positions_BAN, dtype=block_BAND.dtype)
         x = block_BAND
         for layer, context in zip(self.layers, contexts, strict=True):
-            x = x + layer.self_attn(layer.input_layernorm(x), context=context, visible_BANS=visible_BANS,  # type: ignore[operator]
-                                    positions_BAN=positions_BAN)
+            x = x + layer.self_attn(layer.input_layernorm(x), context=context, visible_BANS=visible_BANS, at=at)  # type: ignore[operator]
             x = x + layer.mlp(layer.post_attention_layernorm(x))  # type: ignore[operator]
         hidden: Tensor = self.norm(x)
         return hidden
+
+    def _rotation(self, positions: Tensor, *, dtype: torch.dtype) -> Rotation:
+        return rotation(positions, head_dim=self.config.head_dim, theta=self.config.rope_theta, dtype=dtype)
 
 
 def draft_blocks(

@@ -235,5 +235,5 @@ def _open_run(run_dir: Path, *, recipe: DistillRecipe, data: PromptData, target_
 def _write(out: Path, draft: DraftModel, *, meta: dict[str, Any], data: PromptData) -> None:
     with new_directory(out) as partial:
         write_draft(partial, draft, metadata=draft_record(meta, step=meta["max_steps"]))
-        (partial / HELDOUT_PROMPTS).write_text(to_jsonl([p for prompts in data.heldout.values() for p in prompts]), encoding="utf-8")
+        (partial / HELDOUT_PROMPTS).write_text(to_jsonl([p for prompts in data.heldout_file.values() for p in prompts]), encoding="utf-8")
 

@@ -15,6 +15,7 @@ from .packing import pack_documents
 from .prompts import Prompt, pick_heldout, read_prompts, sha256_of_prompts
 from .responses import Response
 
+HELDOUT_FILE_PROMPTS = 50   # a domain, of those in heldout.jsonl
 IDS, DOCUMENTS, POSITIONS, SUPERVISED = range(4)   # the planes of a row
 
 
@@ -45,7 +46,10 @@ def packed_rows(responses: Sequence[Response], *, length: int, pad_id: int) -> t
 
 
 class PromptData:
-    """The prompts of a recipe, by source for training and by domain for evaluation."""
+    """The prompts of a recipe, by source for training and by domain for evaluation.
+
+    heldout: those that this run measures, by domain; heldout_file: more of them, written beside the draft for `kilotok validate`.
+    """
 
     def __init__(self, config: PromptConfig, *, tokenizer: Any, vocab_size: int) -> None:
         if not config.train or not config.heldout:
@@ -56,19 +60,20 @@ class PromptData:
         by_domain: dict[str, list[Prompt]] = {}
         for source in config.heldout:
             by_domain.setdefault(source.domain, []).extend(read_prompts(source, **how))
-        self.heldout = {d: pick_heldout(p, limit=config.heldout_prompts) for d, p in by_domain.items()}
+        self.heldout_file = {d: pick_heldout(p, limit=HELDOUT_FILE_PROMPTS) for d, p in by_domain.items()}
+        self.heldout = {d: pick_heldout(p, limit=config.heldout_prompts) for d, p in self.heldout_file.items()}
         for source, prompts in zip(config.train, self.train, strict=True):
             if not prompts:
                 raise ValueError(f"data source {source.domain!r}: every prompt is longer than data.sequence_length - 2 ({longest} tokens). Raise it.")
-        everything = [p for group in (*self.train, *self.heldout.values()) for p in group]
+        everything = [p for group in (*self.train, *self.heldout_file.values()) for p in group]
         largest = max(max(p.ids) for p in everything)
         if largest >= vocab_size:
             raise ValueError(f"tokenizer: gives token {largest}, but the target's vocab_size is {vocab_size}. They do not belong together.")
         seen = {p.ids for group in self.train for p in group}
-        both = [p for group in self.heldout.values() for p in group if p.ids in seen]
+        both = [p for group in self.heldout_file.values() for p in group if p.ids in seen]
         if both:
             raise ValueError(f"data: {len(both)} held-out prompts are also trained on, such as {both[0].row['id']!r}. Use part: train and part: heldout.")
-        self.sha256 = hashlib.sha256("".join(sha256_of_prompts(g) for g in (*self.train, *self.heldout.values())).encode()).hexdigest()
+        self.sha256 = hashlib.sha256("".join(sha256_of_prompts(g) for g in (*self.train, *self.heldout_file.values())).encode()).hexdigest()
 
 
 class RowData(L.LightningDataModule):

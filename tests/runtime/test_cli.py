@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,8 @@ def test_a_directory_that_cannot_be_served_is_one_line(tmp_path: Path, capsys: p
 def test_a_served_model_answers_and_ends_well_on_a_signal(out: Path, number: signal.Signals) -> None:
     command = [*COMMAND, "serve", str(out), "--port", "0", "--name", "tiny", "--threads", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    watchdog = threading.Timer(WAIT_S, process.kill)   # a line that never comes must not hang the test
+    watchdog.start()
     try:
         assert process.stdout is not None
         lines = [process.stdout.readline().rstrip("\n") for _ in range(3)]
@@ -159,6 +162,7 @@ def test_a_served_model_answers_and_ends_well_on_a_signal(out: Path, number: sig
         rest = process.communicate(timeout=WAIT_S)
         assert (process.returncode, *rest) == (0, "", "")
     finally:
+        watchdog.cancel()
         process.kill()
         process.communicate()
 

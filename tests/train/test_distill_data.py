@@ -16,14 +16,17 @@ from transformers import AutoTokenizer
 
 from kilotok.dflash.anchors import anchor_generator
 from kilotok.dflash.config import DraftConfig
+from kilotok.dflash.generate import Round
 from kilotok.dflash.model import DraftModel
 from kilotok.quant.archs import load_model
+from kilotok.train import acceptance
 from kilotok.train.cli import main as train
 from kilotok.train.config import Source
 from kilotok.train.distill_config import DistillRecipe, DraftShape, PromptConfig, SlotLossConfig, default_recipe
 from kilotok.train.distill_data import DOCUMENTS, IDS, POSITIONS, SUPERVISED, PromptData, RowData, pack_row, packed_rows
 from kilotok.train.draft_shape import resolve_shape
 from kilotok.train.packing import pick_row
+from kilotok.train.prompts import Prompt
 from kilotok.train.recipe import RecipeError, option_names, to_yaml
 from kilotok.train.responses import Response
 from kilotok.train.slot_pass import run_target, slot_pass
@@ -184,6 +187,25 @@ def test_a_packed_row_trains_like_its_documents_in_rows_of_their_own(tiny_model:
         assert_within(gradient, expected[name], bound=PACKED_GRADIENT, what=name)
 
 
+def test_figures_are_pooled_over_rounds_and_loops_are_cut_text_by_text(tiny_model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three times one text is no loop; a text of one token over and over keeps two tokens."""
+    def rounds(tokens: Sequence[int], size: int) -> list[Round]:
+        rest = [tuple(tokens[i:i + size]) for i in range(1, len(tokens), size)]
+        first = Round(tokens=(tokens[0],), num_drafted=0, num_accepted=0, is_prefill=True)
+        return [first, *(Round(tokens=t, num_drafted=7, num_accepted=len(t) - 1) for t in rest)]
+
+    line = list(range(100, 113))
+    texts = {1: rounds(line, 4), 2: rounds(line, 4), 3: rounds(line, 1), 4: rounds([7] * 13, 4)}
+    monkeypatch.setattr(acceptance, "generate", lambda target, *, prompt, **how: iter(texts[prompt[0]]))
+    prompts = {d: [Prompt(domain=d, ids=(i, 50), row={}) for i in some] for d, some in (("a", (1, 2)), ("b", (3, 4)))}
+    measured = acceptance.measure_acceptance(DraftModel(draft_config()), tiny_model, prompts, max_tokens=13, eos_ids={2}, max_length=512)
+    figures = {d: [m["acceptance_length"], m["acceptance_length_repeats_cut"], m["rounds"], m["tokens"]] for d, m in measured.items()}
+    assert figures == {"a": [4.0, 4.0, 6, 26], "b": [24 / 15, 13 / 13, 15, 26], "all": [48 / 21, 37 / 19, 21, 52]}
+    for domain, share in (("a", 1.0), ("b", 3 / 15), ("all", 9 / 21)):
+        assert measured[domain]["acceptance_by_position"] == [share] * 3 + [0.0] * 4
+    assert acceptance.acceptance_figures(measured) == {"a": 4.0, "b": 1.0, "all": 37 / 19}
+
+
 def write_prompts(path: Path, prompts: Sequence[str]) -> Source:
     path.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
     return Source(domain=path.stem, path=str(path), prompt="prompt")
@@ -207,6 +229,7 @@ def test_prompts_by_source_and_held_out_by_domain(tmp_path: Path) -> None:
     data = PromptData(PromptConfig(train=[write_prompts(tmp_path / "a.jsonl", ["one"])], heldout=[source, pooled, more], heldout_prompts=2, sequence_length=32),
                       tokenizer=AutoTokenizer.from_pretrained(POCKET), vocab_size=4096)
     assert {d: [p.row["id"] for p in some] for d, some in data.heldout.items()} == {"b": ["three", "five"], "c": ["four", "five"]}
+    assert {d: [p.row["id"] for p in some] for d, some in data.heldout_file.items()} == {"b": ["three", "four", "five", "six"], "c": ["four", "five", "six"]}
 
 
 @pytest.mark.parametrize("changed", [{"train": ["one", "TWO"]}, {"train": ["two", "one"]}, {"heldout": ["THREE"]}, {"heldout": ["three", "four"]}], ids=str)
@@ -291,6 +314,7 @@ def test_without_a_recipe_the_default_one_is_printed(tmp_path: Path, capsys: pyt
     assert list(tmp_path.iterdir()) == []
     data = default_recipe().data
     assert [s.domain for s in data.train] == ["code", "code", "math", "chat", "agent"] and [s.domain for s in data.heldout] == ["code", "math", "chat", "agent"]
+    assert [(s.domain, s.part) for s in (*data.train, *data.heldout) if s.stdlib] == [("code", "train"), ("code", "heldout")]
     assert all(Path(s.path).is_absolute() and Path(s.path).is_file() for s in (*data.train, *data.heldout) if s.path is not None)
 
 
