@@ -382,7 +382,7 @@ def test_without_a_recipe_the_default_one_is_used(case: Case, capsys: pytest.Cap
     """Inside an exported directory, in sizes of a test: every source of the default is read and answered."""
     monkeypatch.chdir(case.target)
     small = ["--trainer.max_steps", "1", "--trainer.batch_size", "1", "--trainer.accelerator", "cpu", "--data.prompts_per_document", "1",
-             "--data.prompt_tokens", "8", "--data.generation_batch", "1000", "--data.heldout_prompts", "1", "--data.heldout_new_tokens", "4",
+             "--data.generation_batch", "1000", "--data.heldout_prompts", "1", "--data.heldout_new_tokens", "4",
              "--data.max_new_tokens", "2", "--draft.num_hidden_layers", "1", "--loss.anchors", "4"]
     assert train(["dflash-distill", *small]) == 0
     said, _, rest = capsys.readouterr().out.partition("\n")
