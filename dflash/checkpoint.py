@@ -46,8 +46,13 @@ def write_draft(directory: Path, model: DraftModel, *, metadata: dict[str, Any])
         raise OSError(f"draft: writing to {directory} failed ({error}). Free some space or write elsewhere.") from error
     (directory / WEIGHTS).chmod(0o644)
     (directory / "config.json").write_text(json.dumps(c.to_json(), indent=2) + "\n")
-    record = {"format": "dflash", "target_layer_ids": list(c.target_layer_ids), "mask_token_id": c.mask_token_id, "block_size": c.block_size, **metadata}
-    (directory / DRAFT_METADATA).write_text(json.dumps(record, indent=2) + "\n")
+    (directory / DRAFT_METADATA).write_text(json.dumps(draft_metadata(c, metadata), indent=2) + "\n")
+
+
+def draft_metadata(config: DraftConfig, metadata: dict[str, Any]) -> dict[str, Any]:
+    """What kilotok_draft.json holds."""
+    return {"format": "dflash", "target_layer_ids": list(config.target_layer_ids), "mask_token_id": config.mask_token_id, "block_size": config.block_size,
+            **metadata}
 
 
 def read_config(directory: Path) -> DraftConfig:

@@ -8,7 +8,7 @@ drives the reference executor, which is the embedded default and the oracle.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -190,12 +190,3 @@ def _tell(ticket: Ticket, event: Event) -> None:
         logger.debug("a listener failed", exc_info=True)
         ticket.cancel()
 
-
-def eos_ids_of(generation_config: dict[str, object], config: dict[str, object]) -> frozenset[int]:
-    """End-of-sequence tokens: those of generation_config.json, else those of config.json; a number or a list there."""
-    for source in (generation_config, config):
-        value = source.get("eos_token_id")
-        if value is not None:
-            ids: Collection[object] = value if isinstance(value, list) else [value]
-            return frozenset(int(i) for i in ids)  # type: ignore[call-overload]
-    return frozenset()

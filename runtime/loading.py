@@ -7,8 +7,7 @@ from transformers import AutoTokenizer
 
 from ..dflash.checkpoint import DRAFT_DIRECTORY, read_config, read_draft, require_fitting_draft
 from ..dflash.drafter import DFlashDrafter
-from ..quant.checkpoint import sha256_of_weights
-from .engine import eos_ids_of
+from ..quant.checkpoint import end_token_ids, sha256_of_weights
 from .server.served import Served
 from .weights import load_executor, read_json
 
@@ -45,12 +44,11 @@ def load_served(out: Path, *, name: str | None, use_draft: bool, device: str, dt
         def make_drafter() -> DFlashDrafter:
             return DFlashDrafter(draft, embedding_VD=executor.embedding_VD, head_VD=executor.head_VD)
 
-    generation = out / "generation_config.json"
     sha256 = sha256_of_weights(out)
     served_name = name or out.resolve().name
     return Served(
         name=served_name, executor=executor, make_drafter=make_drafter, tokenizer=tokenizer,
-        eos_ids=eos_ids_of(read_json(generation) if generation.is_file() else {}, config), max_length=executor.max_length,
+        eos_ids=end_token_ids(out), max_length=executor.max_length,
         fingerprint=f"{sha256[:12]}-{executor.description['dtype']}",
         description={**executor.description, "model": served_name, "weights_sha256": sha256, "max_length": executor.max_length, "draft": fit,
                      "threads": torch.get_num_threads()})

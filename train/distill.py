@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ..dflash.anchors import anchor_generator
-from ..dflash.checkpoint import DRAFT_DIRECTORY, HELDOUT_PROMPTS, read_draft, read_metadata, target_record, write_draft
+from ..dflash.checkpoint import DRAFT_DIRECTORY, HELDOUT_PROMPTS, draft_metadata, read_config, read_draft, read_metadata, target_record, write_draft
 from ..dflash.export import KIND, draft_record
 from ..dflash.model import DraftModel
 from ..quant.archs import load_config, load_tokenizer
-from ..quant.checkpoint import load_exported_model, new_directory, require_free_space
+from ..quant.checkpoint import end_token_ids, load_exported_model, new_directory, require_free_space, sha256_of_weights
 from ..quant.checkpoint.disk import refuse_existing
-from ..quant.checkpoint.run import step_of
+from ..quant.checkpoint.run import RUN_METADATA, read_meta, step_of
 from .acceptance import acceptance_figures, acceptance_table, measure_acceptance
 from .callbacks import HeldoutFigures, MetricsCSV
 from .data import describe_source
@@ -31,7 +31,7 @@ from .loggers import quiet_lightning
 from .optim import MuonAdamW, parameter_groups
 from .prompts import to_jsonl
 from .recipe import RecipeError
-from .responses import generate_responses
+from .responses import Answering, check_stored, generate_responses
 from .run_dir import completed, open_run, rank_zero_print, require_finite, resume_point, write_meta
 from .schedule import warmup_cosine
 from .slot_pass import slot_pass
@@ -100,6 +100,8 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     done = completed(run_dir, checkpoint=checkpoint, max_steps=t.max_steps)
     if done is not None and out.is_dir():
         return done
+    if (finished := _killed_at_the_end(run_dir, out=out)) is not None:
+        return finished
     refuse_existing(out)
     require_accelerator(t)
     config = load_config(target_dir)
@@ -109,7 +111,7 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     shape, origin = resolve_shape(recipe.draft, config=config, tokenizer=tokenizer)
     draft = DraftModel(shape)
     rank_zero_print(draft_plan(draft, origin=origin))
-    data = PromptData(recipe.data, tokenizer=tokenizer, vocab_size=config.vocab_size)
+    data = PromptData(recipe.data, tokenizer=tokenizer, vocab_size=config.vocab_size, max_length=config.max_position_embeddings)
     target = load_exported_model(target_dir, dtype=autocast or torch.float32)
     if recipe.draft.init_from is not None:
         draft.load_state_dict(read_draft(Path(recipe.draft.init_from), dtype=torch.float32).state_dict())
@@ -122,11 +124,14 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     quiet_lightning()
     L.seed_everything(t.seed, verbose=False)
     module = DistillModule(recipe, draft=draft, target=target)
+    answering = _answering(recipe, run_dir=run_dir, target_dir=target_dir, target=target, eos_ids=end_token_ids(target_dir), tokenizer=tokenizer)
+    for number, prompts in enumerate(data.train):
+        check_stored(prompts, how=answering[number])
     meta = _open_run(run_dir, recipe=recipe, data=data, target_dir=target_dir, draft_config=shape.to_json())
     columns = tuple(f"heldout_{d}" for d in (*data.heldout, "all"))
     metrics = MetricsCSV(run_dir / "metrics.csv", logged=LOGGED, extra=columns, resumed_step=step_of(checkpoint) if checkpoint else 0,
                          every_steps=t.log_every_steps)
-    eos_ids = eos_ids_of_target(target)
+    eos_ids = end_token_ids(target_dir)
 
     def measure() -> dict[str, Any]:
         target.to(module.device)
@@ -140,7 +145,7 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     trainer = make_trainer(t, run_dir=run_dir, max_grad_norm=recipe.optim.max_grad_norm, callbacks=callbacks)
     device = trainer.strategy.root_device
     target.to(device)
-    rows = _make_rows(target, data, recipe=recipe, run_dir=run_dir, eos_ids=eos_ids, pad_id=_pad_id(tokenizer, eos_ids), meta=meta)
+    rows = _make_rows(target, data, recipe=recipe, run_dir=run_dir, answering=answering, meta=meta)
     if "before" not in meta:
         rank_zero_print(f"measuring the draft before training ({origin})")
         module.to(device)
@@ -156,23 +161,31 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     rank_zero_print("measuring the trained draft on held-out prompts")
     module.to(device)
     meta["after"] = measure()
+    write_meta(run_dir, meta)   # before the draft is there, so that a kill in between can be told
     if trainer.is_global_zero:
         _write(out, draft, meta=meta, data=data)
-    meta["status"] = "complete"
-    meta["draft"] = str(out.absolute())
-    write_meta(run_dir, meta)
+    _complete(run_dir, meta, out=out)
     rank_zero_print(acceptance_table(meta["after"], before=meta["before"]))
     rank_zero_print(f"{out}: draft of {sum(p.numel() for p in draft.parameters()):,} weights written, for target {meta['target']['sha256'][:12]}")
     return meta
 
 
-def eos_ids_of_target(target: nn.Module) -> frozenset[int]:
-    """End-of-sequence tokens by generation_config, else by config."""
-    for source in (getattr(target, "generation_config", None), target.config):
-        value = getattr(source, "eos_token_id", None)
-        if value is not None:
-            return frozenset(value if isinstance(value, list) else [value])
-    return frozenset()
+def _complete(run_dir: Path, meta: dict[str, Any], *, out: Path) -> None:
+    meta["status"] = "complete"
+    meta["draft"] = str(out.absolute())
+    write_meta(run_dir, meta)
+
+
+def _killed_at_the_end(run_dir: Path, *, out: Path) -> dict[str, Any] | None:
+    """RUN/meta.json, completed, of a run that was killed when its draft was in place already; None for all others."""
+    if not out.is_dir() or not (run_dir / RUN_METADATA).is_file():
+        return None
+    meta = read_meta(run_dir)
+    if "after" not in meta or read_metadata(out) != draft_metadata(read_config(out), draft_record(meta, step=meta["max_steps"])):
+        return None
+    _complete(run_dir, meta, out=out)
+    print(f"{run_dir}: was killed when the draft had just been written; complete now", flush=True)
+    return meta
 
 
 def _pad_id(tokenizer: Any, eos_ids: frozenset[int]) -> int:
@@ -192,19 +205,27 @@ def _check_target(config: Any, *, target_dir: Path, recipe: DistillRecipe) -> No
         raise RecipeError(f"data.sequence_length: {d.sequence_length} is beyond the target's max_position_embeddings, {longest}. Lower it.")
 
 
+def _answering(
+    recipe: DistillRecipe, *, run_dir: Path, target_dir: Path, target: nn.Module, eos_ids: frozenset[int], tokenizer: Any,
+) -> list[Answering]:
+    """How the prompts of each source are answered, and where the answers are kept."""
+    d = recipe.data
+    root = Path(d.responses) if d.responses is not None else run_dir / "responses"
+    sha256 = sha256_of_weights(target_dir)
+    dtype = str(next(target.parameters()).dtype)
+    return [Answering(directory=root / f"{number:02d}-{source.domain}", target_sha256=sha256, dtype=dtype, temperatures=tuple(d.temperatures),
+                      max_new_tokens=d.max_new_tokens, batch_size=d.generation_batch, eos_ids=eos_ids, pad_id=_pad_id(tokenizer, eos_ids),
+                      seed=recipe.trainer.seed) for number, source in enumerate(d.train)]
+
+
 def _make_rows(
-    target: nn.Module, data: PromptData, *, recipe: DistillRecipe, run_dir: Path, eos_ids: frozenset[int], pad_id: int, meta: dict[str, Any],
+    target: nn.Module, data: PromptData, *, recipe: DistillRecipe, run_dir: Path, answering: list[Answering], meta: dict[str, Any],
 ) -> list[list[Tensor]]:
     """Packed rows of every source; the first time, the target answers the prompts."""
     d, rows, counts = recipe.data, [], []
-    responses_dir = Path(d.responses) if d.responses is not None else run_dir / "responses"
-    for number, (source, prompts) in enumerate(zip(d.train, data.train, strict=True)):
-        responses = generate_responses(
-            target, prompts, directory=responses_dir / f"{number:02d}-{source.domain}", target_sha256=meta["target"]["sha256"],
-            temperatures=d.temperatures, max_new_tokens=d.max_new_tokens, batch_size=d.generation_batch, eos_ids=eos_ids, pad_id=pad_id,
-            seed=recipe.trainer.seed,
-            say=lambda text, domain=source.domain: rank_zero_print(f"{domain}: {text}"))
-        packed, left_out = packed_rows(responses, length=d.sequence_length, pad_id=pad_id)
+    for how, source, prompts in zip(answering, d.train, data.train, strict=True):
+        responses = generate_responses(target, prompts, how=how, say=rank_zero_print)
+        packed, left_out = packed_rows(responses, length=d.sequence_length, pad_id=how.pad_id)
         if not packed:
             raise ValueError(f"data source {source.domain!r}: no response fits data.sequence_length ({d.sequence_length}) or has two tokens. "
                              "Raise it, or add prompts.")
@@ -224,11 +245,13 @@ def _open_run(run_dir: Path, *, recipe: DistillRecipe, data: PromptData, target_
     target = target_record(target_dir)
     fresh = {"kind": KIND, "status": "running", "max_steps": recipe.trainer.max_steps, "target": target, "draft_config": draft_config,
              "prompts_sha256": data.sha256,
-             "started_from": None if init is None else {"draft": init.name, "distilled_from": (read_metadata(init) or {}).get("target")},
+             "started_from": None if init is None else {"draft": init.name, "sha256": sha256_of_weights(init),
+                                                        "distilled_from": (read_metadata(init) or {}).get("target")},
              "heldout_prompts": {d: len(p) for d, p in data.heldout.items()}}
     return open_run(run_dir, recipe=recipe, fresh=fresh, unchanged={
         "prompts_sha256": f"data: the prompts have changed since {run_dir} was started (or the Python whose library they are from). "
                           "Restore them, or start a new run.",
+        "started_from": f"draft.init_from: {init} has changed since {run_dir} was started. Restore it, or start a new run.",
         "target": f"target: {target_dir} has changed since {run_dir} was started. Restore it, or start a new run."})
 
 

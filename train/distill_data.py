@@ -51,12 +51,14 @@ class PromptData:
     heldout: those that this run measures, by domain; heldout_file: more of them, written beside the draft for `kilotok validate`.
     """
 
-    def __init__(self, config: PromptConfig, *, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, config: PromptConfig, *, tokenizer: Any, vocab_size: int, max_length: int) -> None:
         if not config.train or not config.heldout:
             raise ValueError("data: data.train and data.heldout need at least one source each; see recipes/pocket/distill.yaml.")
         how = {"tokenizer": tokenizer, "prompt_tokens": config.prompt_tokens, "per_document": config.prompts_per_document}
         longest = config.sequence_length - 2
         self.train = [[p for p in read_prompts(s, **how) if len(p.ids) <= longest] for s in config.train]
+        if "all" in {s.domain for s in config.heldout}:
+            raise ValueError("data.heldout: a domain cannot be called 'all', the name of the figures over all domains. Rename it.")
         by_domain: dict[str, list[Prompt]] = {}
         for source in config.heldout:
             by_domain.setdefault(source.domain, []).extend(read_prompts(source, **how))
@@ -69,11 +71,26 @@ class PromptData:
         largest = max(max(p.ids) for p in everything)
         if largest >= vocab_size:
             raise ValueError(f"tokenizer: gives token {largest}, but the target's vocab_size is {vocab_size}. They do not belong together.")
-        seen = {p.ids for group in self.train for p in group}
-        both = [p for group in self.heldout_file.values() for p in group if p.ids in seen]
-        if both:
-            raise ValueError(f"data: {len(both)} held-out prompts are also trained on, such as {both[0].row['id']!r}. Use part: train and part: heldout.")
+        for prompt in (p for group in self.heldout_file.values() for p in group):
+            if len(prompt.ids) >= max_length:
+                raise ValueError(f"data.heldout: prompt {prompt.row['id']!r} has {len(prompt.ids)} tokens, and the target's context is {max_length}. "
+                                 "Shorten or remove it.")
+        self._keep_apart(config)
         self.sha256 = hashlib.sha256("".join(sha256_of_prompts(g) for g in (*self.train, *self.heldout_file.values())).encode()).hexdigest()
+
+    def _keep_apart(self, config: PromptConfig) -> None:
+        """No held-out prompt is trained on. Documents that `part` keeps apart may still begin alike: those leave the training."""
+        held_out = {p.ids for group in self.heldout_file.values() for p in group}
+        for number, source in enumerate(config.train):
+            both = [p for p in self.train[number] if p.ids in held_out]
+            if both and source.part != "train":
+                raise ValueError(f"data: {len(both)} held-out prompts are also trained on, such as {both[0].row['id']!r}. "
+                                 "Use part: train and part: heldout.")
+            if both:
+                print(f"{source.domain}: {len(both)} prompts left out of training: a held-out one is the same", flush=True)
+            self.train[number] = [p for p in self.train[number] if p.ids not in held_out]
+            if not self.train[number]:
+                raise ValueError(f"data source {source.domain!r}: every prompt is a held-out one too. Give other text.")
 
 
 class RowData(L.LightningDataModule):

@@ -81,7 +81,7 @@ def _text_prompts(name: str, text: str, source: Source, *, tokenizer: Any, token
         prompt = tokenizer.decode(ids[:tokens]).rstrip()
         if not prompt or not passage.startswith(prompt):   # cut inside a character, or not reversible
             continue
-        reference = tokenizer.decode(_encode(tokenizer, passage[len(prompt):])[:REFERENCE_TOKENS])
+        reference = tokenizer.decode(_encode(tokenizer, passage[len(prompt):])[:REFERENCE_TOKENS]).rstrip("\ufffd")   # of a character cut in two
         found.append(Prompt(domain=source.domain, ids=_encode(tokenizer, prompt),
                             row={"id": _identifier(f"{name}:{starts[number]}"), "domain": source.domain, "prompt": prompt, "reference": reference}))
     return found

@@ -8,10 +8,9 @@ loop and loops flatter a draft.
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,61 +28,92 @@ class Response:
     response: tuple[int, ...]
 
 
-def generate_responses(
-    model: nn.Module, prompts: Sequence[Prompt], *, directory: Path, target_sha256: str, temperatures: Sequence[float], max_new_tokens: int, batch_size: int,
-    eos_ids: Collection[int], pad_id: int, seed: int, say: Any,
-) -> list[Response]:
-    """Every prompt answered once at each temperature, in that order; batches already in `directory` are read, not made again.
+@dataclass(frozen=True, kw_only=True)
+class Answering:
+    """How the prompts of one source are answered, and where the answers are kept."""
 
-    Errors: ValueError for a stored batch that answers other prompts, or was made by another target or with other settings.
-    """
-    starts = range(0, len(prompts), batch_size)
-    jobs = [(temperature, start) for temperature in temperatures for start in starts]
-    # prompts of like length share a batch, so that little is padding; the order of the answers stays the prompts'
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+    directory: Path
+    target_sha256: str
+    dtype: str                      # the target's
+    temperatures: tuple[float, ...]
+    max_new_tokens: int
+    batch_size: int
+    eos_ids: frozenset[int]
+    pad_id: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """Prompts that are answered together, in one of the passes over all of them."""
+
+    run: int                # 0 for the first temperature
+    temperature: float
+    indices: tuple[int, ...]
+    texts: tuple[tuple[int, ...], ...]
+    path: Path
+    key: str                # what the answers depend on
+
+
+def check_stored(prompts: Sequence[Prompt], *, how: Answering) -> None:
+    """ValueError for a stored batch that is damaged, answers other prompts, or was made by another target or with other settings."""
+    for batch in _batches(prompts, how=how):
+        _read(batch)
+
+
+def generate_responses(model: nn.Module, prompts: Sequence[Prompt], *, how: Answering, say: Callable[[str], None]) -> list[Response]:
+    """Every prompt answered once at each temperature, in that order; batches on disk are read, not made again. Errors: as `check_stored`."""
     found: dict[tuple[int, int], Response] = {}
-    directory.mkdir(parents=True, exist_ok=True)
+    how.directory.mkdir(parents=True, exist_ok=True)
+    batches = _batches(prompts, how=how)
     made = 0
-    for number, (temperature, start) in enumerate(jobs):
-        batch = order[start:start + batch_size]
-        path = directory / f"{number:06d}.json"
-        texts = [prompts[i].ids for i in batch]
-        key = _batch_key(texts, target=target_sha256, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed, eos=sorted(eos_ids))
-        answers = _read_batch(path, key=key)
+    for number, batch in enumerate(batches):
+        answers = _read(batch)
         if answers is None:
-            answers = _answer(model, texts, temperature=temperature, max_new_tokens=max_new_tokens, eos_ids=eos_ids, pad_id=pad_id, seed=int(key[:8], 16))
-            write_atomically(path, text=json.dumps({"key": key, "responses": answers}) + "\n")
+            answers = _answer(model, batch.texts, temperature=batch.temperature, how=how, seed=int(batch.key[:8], 16))
+            write_atomically(batch.path, text=json.dumps({"key": batch.key, "responses": answers}) + "\n")
             made += 1
-        for i, answer in zip(batch, answers, strict=True):
-            found[number // len(starts), i] = Response(prompt=prompts[i].ids, response=tuple(answer[:cut_at_repeat(answer)]))
-        if made and (made % 20 == 0 or number + 1 == len(jobs)):
-            say(f"responses: batch {number + 1} of {len(jobs)}")
+        for i, answer in zip(batch.indices, answers, strict=True):
+            found[batch.run, i] = Response(prompt=prompts[i].ids, response=tuple(answer[:cut_at_repeat(answer)]))
+        if made and (made % 20 == 0 or number + 1 == len(batches)):
+            say(f"{how.directory.name}: responses: batch {number + 1} of {len(batches)}")
     return [found[key] for key in sorted(found)]
 
 
-def _batch_key(texts: Sequence[Sequence[int]], **settings: Any) -> str:
-    """Hash of what a batch of answers depends on."""
-    return hashlib.sha256(json.dumps([texts, settings]).encode()).hexdigest()
+def _batches(prompts: Sequence[Prompt], *, how: Answering) -> list[_Batch]:
+    # prompts of like length share a batch, so that little is padding; the order of the answers stays the prompts'
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+    settings = {"target": how.target_sha256, "dtype": how.dtype, "max_new_tokens": how.max_new_tokens, "seed": how.seed, "eos": sorted(how.eos_ids)}
+    batches: list[_Batch] = []
+    for run, temperature in enumerate(how.temperatures):
+        for start in range(0, len(prompts), how.batch_size):
+            indices = tuple(order[start:start + how.batch_size])
+            texts = tuple(prompts[i].ids for i in indices)
+            key = hashlib.sha256(json.dumps([texts, run, temperature, settings]).encode()).hexdigest()
+            batches.append(_Batch(run=run, temperature=temperature, indices=indices, texts=texts, path=how.directory / f"{len(batches):06d}.json", key=key))
+    return batches
 
 
-def _read_batch(path: Path, *, key: str) -> list[list[int]] | None:
-    if not path.is_file():
+def _read(batch: _Batch) -> list[list[int]] | None:
+    if not batch.path.is_file():
         return None
-    stored = json.loads(path.read_text())
-    if stored["key"] != key:
-        raise ValueError(f"{path}: holds answers of another target, to other prompts or with other settings. Choose another --run or --data.responses.")
-    responses: list[list[int]] = stored["responses"]
-    return responses
+    try:
+        stored = json.loads(batch.path.read_text())
+        key, responses = stored["key"], stored["responses"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{batch.path}: not readable as stored answers ({type(error).__name__}: {error}). Remove it: it is made again.") from error
+    if key != batch.key:
+        raise ValueError(f"{batch.path}: holds answers of another target, to other prompts or with other settings. Choose another --run or --data.responses.")
+    answers: list[list[int]] = responses
+    return answers
 
 
 @torch.no_grad()
-def _answer(
-    model: nn.Module, texts: Sequence[Sequence[int]], *, temperature: float, max_new_tokens: int, eos_ids: Collection[int], pad_id: int, seed: int,
-) -> list[list[int]]:
+def _answer(model: nn.Module, texts: Sequence[Sequence[int]], *, temperature: float, how: Answering, seed: int) -> list[list[int]]:
     """transformers' own generation, left-padded. The end token is kept, what follows it is not."""
     device = next(model.parameters()).device
     longest = max(len(t) for t in texts)
-    ids = torch.full((len(texts), longest), pad_id, device=device)
+    ids = torch.full((len(texts), longest), how.pad_id, device=device)
     mask = torch.zeros_like(ids)
     for row, text in enumerate(texts):
         ids[row, longest - len(text):] = torch.tensor(text, device=device)
@@ -91,10 +121,10 @@ def _answer(
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        output = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, eos_token_id=sorted(eos_ids) or None,  # type: ignore[operator]
-                                pad_token_id=pad_id, **sampling)
+        output = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=how.max_new_tokens, eos_token_id=sorted(how.eos_ids) or None,  # type: ignore[operator]
+                                pad_token_id=how.pad_id, **sampling)
     answers = []
     for row in output[:, longest:].tolist():
-        end = next((i + 1 for i, token in enumerate(row) if token in eos_ids), len(row))
+        end = next((i + 1 for i, token in enumerate(row) if token in how.eos_ids), len(row))
         answers.append(row[:end])
     return answers

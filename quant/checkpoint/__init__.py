@@ -4,12 +4,13 @@ from .check import require_fitting_parent
 from .disk import new_directory, require_free_space, write_atomically
 from .export import ExportResult, export_run
 from .inspect import inspect_directory
-from .load import load_exported_model, read_exported_experts
+from .load import end_token_ids, load_exported_model, read_exported_experts
 from .reader import CheckpointReader, sha256_of_weights
 
 __all__ = [
     "CheckpointReader",
     "ExportResult",
+    "end_token_ids",
     "export_run",
     "inspect_directory",
     "load_exported_model",

@@ -24,6 +24,20 @@ def read_scale_mode(directory: Path) -> ScaleMode | None:
     return mode
 
 
+def end_token_ids(directory: Path) -> frozenset[int]:
+    """End-of-sequence tokens: those of generation_config.json, else those of config.json; empty when neither names one."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        if path.is_file():
+            try:
+                value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            except (ValueError, AttributeError) as error:
+                raise ValueError(f"{path}: not readable as a JSON object ({error}). Restore it.") from error
+            if value is not None:
+                return frozenset(value if isinstance(value, list) else [value])
+    return frozenset()
+
+
 def read_exported_experts(directory: Path, *, arch: MoEArch) -> dict[str, MXFP4Tensor]:
     """Fused expert weights by in-memory name, [E, out, in], from the packed tensors of a directory.
 

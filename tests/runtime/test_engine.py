@@ -12,7 +12,7 @@ import torch
 from kilotok.dflash.generate import Round, TargetStep
 from kilotok.dflash.sampling import Sampling
 from kilotok.runtime import engine as module
-from kilotok.runtime.engine import Engine, Event, Finished, Request, Ticket, eos_ids_of
+from kilotok.runtime.engine import Engine, Event, Finished, Request, Ticket
 
 VOCAB_SIZE = 64
 MAX_LENGTH = 32
@@ -342,10 +342,3 @@ def test_max_running_must_be_positive(executor: FakeExecutor) -> None:
     with pytest.raises(ValueError, match=r"^engine: max_running must be at least 1; got 0\.$"):
         Engine(executor, make_drafter=None, max_running=0)
     assert threading.active_count() == threads
-
-
-@pytest.mark.parametrize(("generation", "config", "expected"), [
-    ({"eos_token_id": [2, 0]}, {"eos_token_id": 7}, {2, 0}), ({"eos_token_id": 5}, {}, {5}), ({"eos_token_id": 0}, {"eos_token_id": 7}, {0}),
-    ({"eos_token_id": None}, {"eos_token_id": 7}, {7}), ({}, {"eos_token_id": [7, 8]}, {7, 8}), ({}, {}, set()), ({}, {"eos_token_id": None}, set())])
-def test_end_tokens_come_from_the_generation_config_first(generation: dict[str, object], config: dict[str, object], expected: set[int]) -> None:
-    assert eos_ids_of(generation, config) == expected

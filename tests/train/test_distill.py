@@ -166,7 +166,7 @@ def test_meta_says_what_was_made_from_what(whole: Whole) -> None:
 def material(whole: Whole) -> tuple[DistillRecipe, PromptData, list[list[Tensor]], list[int]]:
     """Recipe, prompts, packed rows by source and how many answers they leave out, from the answers on disk."""
     recipe = load_recipe(DistillRecipe, path=whole.recipe, overrides=[])
-    data = PromptData(recipe.data, tokenizer=load_tokenizer(whole.target), vocab_size=4096)
+    data = PromptData(recipe.data, tokenizer=load_tokenizer(whole.target), vocab_size=4096, max_length=2048)
     rows, left_out = [], []
     for number, (source, prompts) in enumerate(zip(recipe.data.train, data.train, strict=True)):
         responses = generate_responses(

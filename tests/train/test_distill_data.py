@@ -215,7 +215,7 @@ def prompt_data(
         tmp_path: Path, *, train: Sequence[str] = ("one", "two"), heldout: Sequence[str] = ("three",), vocab_size: int = 4096, **changed: Any) -> PromptData:
     config = PromptConfig(**{"train": [write_prompts(tmp_path / "a.jsonl", train)], "heldout": [write_prompts(tmp_path / "b.jsonl", heldout)],
                              "sequence_length": 32, "heldout_prompts": 2, **changed})
-    return PromptData(config, tokenizer=AutoTokenizer.from_pretrained(POCKET), vocab_size=vocab_size)
+    return PromptData(config, tokenizer=AutoTokenizer.from_pretrained(POCKET), vocab_size=vocab_size, max_length=2048)
 
 
 def test_prompts_by_source_and_held_out_by_domain(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_prompts_by_source_and_held_out_by_domain(tmp_path: Path) -> None:
     assert both.sha256 == data.sha256
     pooled = Source(domain="b", path=str(tmp_path / "c.jsonl"), prompt="prompt")
     data = PromptData(PromptConfig(train=[write_prompts(tmp_path / "a.jsonl", ["one"])], heldout=[source, pooled, more], heldout_prompts=2, sequence_length=32),
-                      tokenizer=AutoTokenizer.from_pretrained(POCKET), vocab_size=4096)
+                      tokenizer=AutoTokenizer.from_pretrained(POCKET), vocab_size=4096, max_length=2048)
     assert {d: [p.row["id"] for p in some] for d, some in data.heldout.items()} == {"b": ["three", "five"], "c": ["four", "five"]}
     assert {d: [p.row["id"] for p in some] for d, some in data.heldout_file.items()} == {"b": ["three", "four", "five", "six"], "c": ["four", "five", "six"]}
 
@@ -251,7 +251,7 @@ def test_prompts_that_cannot_be_used(changed: dict[str, Any], message: str, tmp_
 def test_both_kinds_of_source_are_needed(missing: str, tmp_path: Path) -> None:
     config = {"train": [write_prompts(tmp_path / "a.jsonl", ["one"])], "heldout": [write_prompts(tmp_path / "b.jsonl", ["two"])], missing: []}
     with pytest.raises(ValueError, match="need at least one source each"):
-        PromptData(PromptConfig(**config), tokenizer=AutoTokenizer.from_pretrained(POCKET), vocab_size=4096)
+        PromptData(PromptConfig(**config), tokenizer=AutoTokenizer.from_pretrained(POCKET), vocab_size=4096, max_length=2048)
 
 
 def target_config(**changed: Any) -> Any:
