@@ -279,6 +279,25 @@ def test_rows_that_differ_by_their_place_are_found_and_given_a_fixed_place(direc
     assert not torch.equal(got[0], logits)   # so the rule was needed
 
 
+class RowByRow(TorchFunctionMode):
+    """Computes every row of a product alone, so that rows are alike on any machine."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("linear", "matmul", "__matmul__"):
+            return torch.cat([func(row, args[1]) for row in args[0].split(1, dim=-2)], dim=-2)
+        return func(*args, **(kwargs or {}))
+
+
+def test_rows_that_are_alike_take_any_column(directories: dict[str, Path]) -> None:
+    ids = random_ids(KV_CHUNK + 9, seed=8)
+    with RowByRow():
+        executor = load_executor(directories["tied"], device="cpu", dtype=torch.float32)
+        assert executor.placement == "free" and executor.description["column_rule"].endswith(", a token in any column")
+        logits, _ = one_by_one(executor.open(), ids)
+        got = read_in_pieces(executor.open(), ids, sizes=iter((KV_CHUNK - 3, TILE, 4)))   # the middle read ends in the second cache chunk
+    assert_equal(got[0], logits, what="logits", bits=True)
+
+
 def test_products_that_do_not_repeat_themselves_are_refused(directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     noise = torch.Generator().manual_seed(0)
     monkeypatch.setattr(reference, "F", products(lambda x, w: F.linear(x, w) + 1e-4 * torch.randn(x.shape[0], 1, generator=noise)))
