@@ -76,6 +76,8 @@ def read_metadata(directory: Path) -> dict[str, Any] | None:
         metadata: dict[str, Any] = json.loads(path.read_text())
         if not {"target", "target_layer_ids"} <= set(metadata):
             raise ValueError("no target or target_layer_ids")
+        if not isinstance(metadata["target"], dict):
+            raise ValueError(f"target must be an object; got {type(metadata['target']).__name__}")
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: not readable ({error}). Restore it, or distill the draft again.") from error
     return metadata

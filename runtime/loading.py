@@ -11,6 +11,7 @@ from ..quant.checkpoint import end_token_ids, sha256_of_weights
 from .server.served import Served
 from .weights import load_executor, read_json
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -28,13 +29,15 @@ def load_served(out: Path, *, name: str | None, use_draft: bool, device: str, dt
         raise FileNotFoundError(f"{out.absolute()}: no such directory. Give a directory written by `kilotok export`.")
     config = read_json(out / "config.json")
     draft_dir = out / DRAFT_DIRECTORY
-    has_draft = draft_dir.is_dir()
+    has_draft = draft_dir.exists()   # a file of that name is no draft, and says so on reading
     taps: tuple[int, ...] = ()
     if use_draft and has_draft:
         fit = require_fitting_draft(draft_dir, target=out, target_config=config)
         taps = read_config(draft_dir).target_layer_ids
     else:
         fit = "draft: none in dflash/; plain decoding" if not has_draft else "draft: left out (--no-draft); plain decoding"
+    if not any((out / name).is_file() for name in TOKENIZER_FILES):
+        raise FileNotFoundError(f"{out}: no tokenizer ({' or '.join(TOKENIZER_FILES)}). transformers would make an empty one up: copy the model's own.")
     tokenizer = AutoTokenizer.from_pretrained(out)
     executor = load_executor(out, device=device, dtype=kind, taps=taps)
     make_drafter = None

@@ -103,6 +103,8 @@ class ReferenceSequence:
     @torch.inference_mode()
     def read(self, ids: Sequence[int], *, last_logits_only: bool = False) -> TargetStep:
         """Read tokens at the next positions. Errors: ValueError beyond the context, or for no token."""
+        if any(not 0 <= i < self.executor.graph.vocab_size for i in ids):
+            raise ValueError(f"read: token ids lie in 0..{self.executor.graph.vocab_size - 1}; got {list(ids)}.")
         if not ids or self.length + len(ids) > self.max_length:
             raise ValueError(f"read: takes 1 to {self.max_length - self.length} tokens more (context {self.max_length}); got {len(ids)}.")
         self._reserve(self.length + len(ids))

@@ -20,7 +20,10 @@ def read_scale_mode(directory: Path) -> ScaleMode | None:
     path = directory / METADATA
     if not path.is_file():
         return None
-    mode: ScaleMode = json.loads(path.read_text())["scale_mode"]
+    try:
+        mode: ScaleMode = json.loads(path.read_text(encoding="utf-8"))["scale_mode"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not readable ({type(error).__name__}: {error}). Restore it, or export again.") from error
     return mode
 
 

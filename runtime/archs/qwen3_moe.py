@@ -4,6 +4,9 @@ from typing import Any
 
 from ..graph import ModelGraph
 
+REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size",
+            "rms_norm_eps", "vocab_size", "max_position_embeddings")
+
 
 def graph(config: dict[str, Any], where: str) -> ModelGraph:
     """Errors: NotImplementedError for dense layers, sliding windows, biases or a scaled rope, each by its key."""
@@ -19,9 +22,12 @@ def graph(config: dict[str, Any], where: str) -> ModelGraph:
                                       "full attention, no biases and the default rope.")
     if rope.get("rope_theta") is None:
         raise ValueError(f"{where}: no rope_theta, neither at the top nor in rope_parameters. The config is incomplete.")
-    experts = config.get("num_experts", config.get("num_local_experts"))
-    if experts is None:
-        raise ValueError(f"{where}: no num_experts. The config is incomplete.")
+    experts: Any = config.get("num_experts", config.get("num_local_experts"))
+    missing = [key for key in REQUIRED if config.get(key) is None] + (["num_experts"] if experts is None else [])
+    if missing:
+        raise ValueError(f"{where}: no {missing[0]} in config.json. The config is incomplete.")
+    if not 1 <= config["num_experts_per_tok"] <= experts:
+        raise ValueError(f"{where}: num_experts_per_tok must lie in 1..num_experts ({experts}); got {config['num_experts_per_tok']}. The config is damaged.")
     return ModelGraph(
         hidden_size=config["hidden_size"], num_layers=config["num_hidden_layers"], num_heads=config["num_attention_heads"],
         num_kv_heads=config["num_key_value_heads"], head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],

@@ -44,7 +44,7 @@ from kilotok.train.distill_data import SUPERVISED, PromptData, packed_rows
 from kilotok.train.packing import pick_row
 from kilotok.train.prompts import to_jsonl
 from kilotok.train.recipe import load_recipe
-from kilotok.train.responses import generate_responses
+from kilotok.train.responses import Answering, generate_responses
 from kilotok.train.slot_pass import slot_pass
 
 STEPS = 12
@@ -169,9 +169,9 @@ def material(whole: Whole) -> tuple[DistillRecipe, PromptData, list[list[Tensor]
     data = PromptData(recipe.data, tokenizer=load_tokenizer(whole.target), vocab_size=4096, max_length=2048)
     rows, left_out = [], []
     for number, (source, prompts) in enumerate(zip(recipe.data.train, data.train, strict=True)):
-        responses = generate_responses(
-            nn.Identity(), prompts, directory=whole.run / "responses" / f"{number:02d}-{source.domain}", target_sha256=sha256_of_weights(whole.target),
-            temperatures=[0.0, 0.2], max_new_tokens=12, batch_size=2, eos_ids={2}, pad_id=0, seed=0, say=print)
+        how = Answering(directory=whole.run / "responses" / f"{number:02d}-{source.domain}", target_sha256=sha256_of_weights(whole.target),
+                        dtype="torch.float32", temperatures=(0.0, 0.2), max_new_tokens=12, batch_size=2, eos_ids=frozenset({2}), pad_id=0, seed=0)
+        responses = generate_responses(nn.Identity(), prompts, how=how, say=print)
         packed, left = packed_rows(responses, length=96, pad_id=0)
         rows.append(packed)
         left_out.append(left)
