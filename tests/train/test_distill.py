@@ -339,7 +339,7 @@ def test_a_warm_start_begins_at_the_draft_s_weights(whole: Whole, tmp_path: Path
     target = read_meta(whole.run)["target"]
     assert f"draft head: starts from warm start from {whole.draft}, distilled from weights {target['sha256'][:12]}" in capsys.readouterr().out
     meta = read_meta(tmp_path / "run")
-    assert meta["started_from"] == {"draft": "dflash", "distilled_from": target}
+    assert meta["started_from"] == {"draft": "dflash", "sha256": sha256_of_weights(whole.draft), "distilled_from": target}
     assert meta["before"] == read_meta(whole.run)["after"]
     metadata = read_metadata(tmp_path / "draft")
     assert metadata is not None and metadata["started_from"] == meta["started_from"]
