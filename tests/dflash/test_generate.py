@@ -298,11 +298,13 @@ def test_a_drafter_gives_at_most_its_block(model: nn.Module) -> None:
             drafter.propose(50, count=count, sampling=Sampling())
 
 
-def test_a_drafter_samples_with_the_noise_of_the_position(model: nn.Module) -> None:
-    """Five positions observed, the anchor at 5: the first proposal is for position 6."""
+@pytest.mark.parametrize(("window", "observed"), [(None, (5,)), (8, (5,)), (8, (20,)), (8, (9, 1, 12))])
+def test_a_drafter_samples_with_the_noise_of_the_position(model: nn.Module, window: int | None, observed: tuple[int, ...]) -> None:
+    """Five positions observed, the anchor at 5: the first proposal is for position 6. Positions a window drops are counted too."""
     embedding, sampling = model.get_input_embeddings().weight.detach(), Sampling(temperature=1.0, seed=9)   # type: ignore[operator]
-    drafter = DFlashDrafter(draft_of(model, window=None), embedding_VD=embedding, head_VD=embedding)
-    drafter.observe(torch.randn(5, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
-    proposals = drafter.propose(50, count=7, sampling=sampling)
-    assert proposals == choose_tokens(drafter.logits(50), first_position=6, sampling=sampling)
-    assert proposals != choose_tokens(drafter.logits(50), first_position=5, sampling=sampling)
+    drafter = DFlashDrafter(draft_of(model, window=window), embedding_VD=embedding, head_VD=embedding)
+    for size in observed:
+        drafter.observe(torch.randn(size, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(size)))
+    proposals, anchor = drafter.propose(50, count=7, sampling=sampling), sum(observed)
+    assert proposals == choose_tokens(drafter.logits(50), first_position=anchor + 1, sampling=sampling)
+    assert proposals != choose_tokens(drafter.logits(50), first_position=anchor, sampling=sampling)
