@@ -55,7 +55,7 @@ def gumbel_noise_ref(*, seed: int, positions: Sequence[int], vocab_size: int, de
         raise ValueError(f"gumbel_noise: the seed must lie in 0..2**64 - 1 and positions in 0..2**32 - 1; got {seed} and {list(positions)}.")
     groups = (vocab_size + 3) // 4
     group = torch.arange(groups, device=device).expand(len(positions), groups)
-    position = torch.tensor(list(positions), device=device).unsqueeze(1).expand(len(positions), groups)
+    position = torch.tensor(list(positions), dtype=torch.int64, device=device).unsqueeze(1).expand(len(positions), groups)
     zero = torch.zeros_like(group)
     words = torch.stack(philox_4x32_ref((group, position, zero, zero), seed=seed), dim=-1).flatten(1)[:, :vocab_size]
     uniform = (words.double() + 0.5) * 2.0**-32
