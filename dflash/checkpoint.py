@@ -23,6 +23,7 @@ DRAFT_DIRECTORY = "dflash"
 DRAFT_METADATA = "kilotok_draft.json"
 HELDOUT_PROMPTS = "heldout.jsonl"
 WEIGHTS = "model.safetensors"
+MASK_EMBEDDING = "mask_embedding.pt"   # of drafts that were trained with a mask vector of their own
 
 
 def target_record(directory: Path) -> dict[str, Any]:
@@ -92,12 +93,21 @@ def read_draft(directory: Path, *, dtype: torch.dtype) -> DraftModel:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{directory}: no safetensors file. Give the directory of a DFlash draft head.")
+    if (directory / MASK_EMBEDDING).exists():
+        raise NotImplementedError(f"{directory}: has a trained {MASK_EMBEDDING}, which is not supported yet; without it the draft would hardly be accepted.")
     state: dict[str, torch.Tensor] = {}
     for path in files:
         try:
-            state.update({name.removeprefix("model."): tensor for name, tensor in load_file(path).items()})
+            tensors = load_file(path)
         except SafetensorError as error:
             raise ValueError(f"{path}: cannot be read as safetensors ({error}). It is truncated or damaged: copy it again.") from error
+        for name, tensor in tensors.items():
+            short = name.removeprefix("model.")
+            if short in state:
+                raise ValueError(f"{directory}: tensor {short} is there twice, with and without `model.` or in two files. Keep one.")
+            if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+                raise NotImplementedError(f"{directory}: {name} is {tensor.dtype}; bf16, fp16, fp32 and fp64 drafts are supported.")
+            state[short] = tensor
     expected = model.state_dict()
     wrong = sorted(set(expected) ^ set(state))
     if wrong:
@@ -130,6 +140,10 @@ def require_fitting_draft(directory: Path, *, target: Path, target_config: dict[
     if list(c.target_layer_ids) != metadata["target_layer_ids"]:
         raise ValueError(f"draft: {directory}: config.json taps layers {list(c.target_layer_ids)}, the draft was trained on {metadata['target_layer_ids']} "
                          f"({DRAFT_METADATA}). Restore config.json.")
+    for name in ("mask_token_id", "block_size"):
+        if name in metadata and metadata[name] != getattr(c, name):
+            raise ValueError(f"draft: {directory}: config.json has {name} {getattr(c, name)}, the draft was trained with {metadata[name]} "
+                             f"({DRAFT_METADATA}). Restore config.json.")
     mine, theirs = metadata["target"], target_record(target)
     if mine.get("scale_mode") != theirs["scale_mode"]:
         raise ValueError(f"draft: {directory} was distilled from a target with scale_mode {mine.get('scale_mode')}; {target} has {theirs['scale_mode']}. "

@@ -8,6 +8,7 @@ reading when two of the names disagree.
 transformers, except the last layer, which transformers returns after the final norm.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,9 @@ class DraftConfig:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(f"draft.num_attention_heads: must be a multiple of num_key_value_heads ({self.num_key_value_heads}); "
                              f"got {self.num_attention_heads}.")
+        if not 0 < self.rope_theta < math.inf or not 0 < self.rms_norm_eps < 1 or self.max_position_embeddings < 1:
+            raise ValueError(f"draft: rope_theta, rms_norm_eps and max_position_embeddings must be positive; got {self.rope_theta}, {self.rms_norm_eps} "
+                             f"and {self.max_position_embeddings}.")
         if self.head_dim % 2:
             raise ValueError(f"draft.head_dim: must be even for rotary positions; got {self.head_dim}.")
         if self.block_size < 2:
@@ -107,7 +111,7 @@ def default_target_layer_ids(*, num_target_layers: int, num_draft_layers: int) -
     if num_draft_layers == 1:
         return (num_target_layers // 2,)
     ids = tuple(round(1 + i * (num_target_layers - 4) / (num_draft_layers - 1)) for i in range(num_draft_layers))
-    if len(set(ids)) != len(ids) or min(ids) < 0:
+    if list(ids) != sorted(set(ids)) or ids[0] < 0:
         raise ValueError(f"draft.target_layer_ids: {num_draft_layers} different layers do not fit the published rule for a target of {num_target_layers}. "
                          "Name the layers in the recipe.")
     return ids
@@ -117,15 +121,24 @@ def _refuse_unknown_conventions(raw: dict[str, Any], nested: dict[str, Any], *, 
     architecture = (raw.get("architectures") or [None])[0]
     if architecture != "DFlashDraftModel":
         raise NotImplementedError(f"{where}: architecture {architecture!r}; this reader knows DFlashDraftModel.")
-    for key, neutral in (("attention_sink_bias", False), ("attention_value_scale", 1.0), ("output_multiplier", 1.0), ("final_logit_softcapping", None),
-                         ("sample_from_anchor", False)):
+    if raw.get("is_causal") is False and nested.get("causal"):
+        raise ValueError(f"{where}: is_causal false and dflash_config.causal true contradict each other; engines would read it differently.")
+    unknown = set(raw.get("layer_types") or []) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise NotImplementedError(f"{where}: layer_types has {sorted(unknown)[0]!r}; full_attention and sliding_attention are supported.")
+    if raw.get("v_head_dim") not in (None, raw.get("head_dim")):
+        raise NotImplementedError(f"{where}: v_head_dim {raw['v_head_dim']} differs from head_dim {raw.get('head_dim')}; that is not supported yet.")
+    refused = (("attention_sink_bias", False), ("attention_value_scale", 1.0), ("output_multiplier", 1.0), ("final_logit_softcapping", None),
+               ("sample_from_anchor", False), ("backbone_rotary_base", None), ("input_embedding_scale", 1.0), ("draft_vocab_size", raw.get("vocab_size")))
+    for key, neutral in refused:
         for source in (raw, nested):
             if source.get(key) not in (None, neutral):
                 raise NotImplementedError(f"{where}: {key} is {source[key]!r}; drafts with it are not supported yet.")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if rope.get("rope_type", "default") != "default" or raw.get("partial_rotary_factor", 1.0) != 1.0 or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise NotImplementedError(f"{where}: rope {rope.get('rope_type')!r}, partial factor {raw.get('partial_rotary_factor')}; the default rope over all "
-                                  "dimensions is supported.")
+    for rope in (raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}, raw):
+        kind = "default" if rope is raw else rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise NotImplementedError(f"{where}: rope {kind!r}, partial factor {rope.get('partial_rotary_factor', 1.0)}; the default rope over all "
+                                      "dimensions is supported.")
     if raw.get("attention_bias") or raw.get("hidden_act", "silu") != "silu":
         raise NotImplementedError(f"{where}: attention_bias and activations other than silu are not supported yet.")
 
@@ -145,7 +158,8 @@ def _window(raw: dict[str, Any], nested: dict[str, Any], layers: int, where: str
         window = _given(_agree(where, {"sliding_window": raw.get("sliding_window"), "dflash_config.swa_window_size": nested.get("swa_window_size")}),
                         "sliding_window", where)
         causal = "use_swa" not in nested   # a sliding layer is causal for z-lab, vLLM and SGLang unless something says otherwise
-    if raw.get("is_causal", nested.get("causal", causal)):
+    said = next((v for v in (raw.get("is_causal"), nested.get("causal")) if v is not None), causal)   # null is as good as absent
+    if said:
         raise NotImplementedError(f"{where}: its slots are causal (is_causal, or a sliding layer without is_causal: false); non-causal drafts are supported.")
     return window
 

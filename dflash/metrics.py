@@ -51,6 +51,7 @@ def without_repeats(rounds: Sequence[Round]) -> list[Round]:
         if left <= 0:
             break
         tokens = r.tokens[:left]
-        kept.append(dataclasses.replace(r, tokens=tokens, num_accepted=min(r.num_accepted, len(tokens))))
+        kept.append(dataclasses.replace(r, tokens=tokens, num_accepted=min(r.num_accepted, len(tokens)),
+                                        stopped=r.stopped and len(tokens) == len(r.tokens)))
         left -= len(tokens)
     return kept

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from ..kernels.sampling import gumbel_noise_ref
 
-NOISE_POSITIONS = 16   # whose noise is made together
+NOISE_POSITIONS = 16     # whose noise is made together
+MIN_TEMPERATURE = 1e-6   # logits divided by less could overflow fp32
+TOP_P_TRIES = 8          # before sorting: each try costs a pass over the vocabulary, and about 1 / top_p are needed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,8 @@ class Sampling:
     seed: int = 0                   # of the noise; 0..2**63 - 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= 100:
-            raise ValueError(f"temperature: must lie in 0..100; got {self.temperature}.")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= 100:
+            raise ValueError(f"temperature: must be 0 (greedy) or lie in {MIN_TEMPERATURE}..100; got {self.temperature}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: must lie in (0, 1]; got {self.top_p}.")
         if self.top_k is not None and self.top_k < 1:
@@ -61,28 +63,32 @@ def _noise_block(seed: int, block: int, vocab_size: int, device: torch.device) -
     return gumbel_noise_ref(seed=seed, positions=positions, vocab_size=vocab_size, device=device)
 
 
-def _sample_top_p(scaled_V: Tensor, *, noise: Tensor, top_p: float) -> int:
-    """The best noisy token whose likelier ones together stay below top_p: the same as masking first, without a sort."""
+def _sample_top_p(scaled_V: Tensor, *, noise: Tensor, top_p: float) -> int | None:
+    """The best noisy token whose likelier ones together stay below top_p: the same as masking first, without a sort. None: not soon found."""
     noisy = scaled_V + noise
     if top_p == 1:
         return int(noisy.argmax())
     probabilities = scaled_V.softmax(0)
-    while True:   # a share of top_p ends at the first try; the likeliest token always ends it
+    for _ in range(TOP_P_TRIES):
         best = int(noisy.argmax())
         likelier = scaled_V > scaled_V[best]
         likelier[:best] |= scaled_V[:best] == scaled_V[best]   # of equal logits the lowest id comes first
         if not bool(likelier.any()) or float(probabilities[likelier].sum()) < top_p:
             return best
         noisy[best] = -torch.inf
+    return None
 
 
 def _sample(logits_V: Tensor, *, noise: Tensor, sampling: Sampling) -> int:
     scaled = logits_V / sampling.temperature
     if sampling.top_k is None:
-        return _sample_top_p(scaled, noise=noise, top_p=sampling.top_p)
+        found = _sample_top_p(scaled, noise=noise, top_p=sampling.top_p)
+        if found is not None:
+            return found
     sorted_V, ids = scaled.sort(descending=True, stable=True)   # stable: of equal logits the lowest id is kept first
     keep = torch.ones_like(ids, dtype=torch.bool)
-    keep[sampling.top_k:] = False
+    if sampling.top_k is not None:
+        keep[sampling.top_k:] = False
     if sampling.top_p < 1:
         probabilities = sorted_V.masked_fill(~keep, -torch.inf).softmax(0)   # top_p counts what top_k left, as in vLLM
         keep &= probabilities.cumsum(0) - probabilities < sampling.top_p     # always keeps the first

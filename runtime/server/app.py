@@ -96,9 +96,12 @@ class Service:
         prompt = await asyncio.get_running_loop().run_in_executor(self._encoding, encode_prompt, served.tokenizer, body)
         max_tokens = fit_tokens(body, prompt_tokens=len(prompt), max_length=served.max_length)
         seed = secrets.randbelow(MAX_DRAWN_SEED + 1) if body.seed is None else body.seed
+        try:
+            sampling = Sampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, seed=seed)
+        except ValueError as error:
+            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
         request = EngineRequest(
-            prompt=prompt, max_tokens=max_tokens, eos_ids=frozenset() if body.ignore_eos else served.eos_ids, decode=decode,
-            sampling=Sampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, seed=seed))
+            prompt=prompt, max_tokens=max_tokens, eos_ids=frozenset() if body.ignore_eos else served.eos_ids, decode=decode, sampling=sampling)
         generation = Generation(request, engine=self.engine, tokenizer=served.tokenizer, stops=body.stop, metrics=self.metrics, arrived=arrived)
         self._live.add(generation)
         include_usage = body.stream_options is not None and body.stream_options.include_usage

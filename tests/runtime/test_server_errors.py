@@ -48,6 +48,7 @@ BOTH = [   # field, value, words of the message
     ("temperature", "0.5", 'must be a valid number; got "0.5".'),
     ("temperature", True, "must be a valid number; got true."),
     ("temperature", -0.1, "greater than or equal to 0"),
+    ("temperature", 1e-9, "must be 0 (greedy) or lie in 1e-06..100; got 1e-09."),
     ("temperature", 2.1, "less than or equal to 2; got 2.1."),
     ("temperature", [1], "must be a valid number"),
     ("top_p", 0, "greater than 0"),
