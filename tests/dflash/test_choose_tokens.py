@@ -158,8 +158,8 @@ TEMPERATURE = "temperature: must be 0 (greedy) or lie in 1e-06..100; got"
 
 
 @pytest.mark.parametrize(("numbers", "message"), [
-    ({"temperature": -0.1}, f"{TEMPERATURE} -0.1."), ({"temperature": 100.5}, f"{TEMPERATURE}  100.5."),
-    ({"temperature": math.nan}, f"{TEMPERATURE} nan."), ({"temperature": math.inf}, f"{TEMPERATURE}  inf."),
+    ({"temperature": -0.1}, f"{TEMPERATURE} -0.1."), ({"temperature": 100.5}, f"{TEMPERATURE} 100.5."),
+    ({"temperature": math.nan}, f"{TEMPERATURE} nan."), ({"temperature": math.inf}, f"{TEMPERATURE} inf."),
     ({"top_p": 0.0}, "top_p: must lie in (0, 1]; got 0.0."), ({"top_p": 1.01}, "top_p: must lie in (0, 1]; got 1.01."),
     ({"top_p": math.nan}, "top_p: must lie in (0, 1]; got nan."), ({"top_k": 0}, "top_k: must be at least 1, or null for all tokens; got 0."),
     ({"top_k": -1}, "top_k: must be at least 1, or null for all tokens; got -1."), ({"seed": -1}, "seed: must lie in 0..2**63 - 1; got -1."),
