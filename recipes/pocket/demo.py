@@ -137,7 +137,7 @@ def main() -> None:
           ["train", "dflash-distill", str(HERE / "distill.yaml"), "--target", str(out), "--run", str(draft_run), *(f"--{o}" for o in args.distill)])
     ask(out)
     stage("7. Validate: lossless, acceptance, speed, quality",
-          ["kilotok", "validate", str(out), "--max-tokens", "32", "--quality-tokens", "512", *(f"--{o}" for o in args.validate)])
+          ["kilotok", "validate", str(out), "--max-tokens", "32", "--quality-tokens", "256", *(f"--{o}" for o in args.validate)])
     report = json.loads((out / "validation" / "report.json").read_text())
     files = {"parent": CheckpointReader(HERE / "model").num_bytes, "export": CheckpointReader(out).num_bytes,
              "draft": CheckpointReader(out / "dflash").num_bytes}
