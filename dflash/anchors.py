@@ -33,7 +33,7 @@ def anchor_generator(*, seed: int, rank: int, index: int, device: torch.device) 
 def draw_anchors(valid_BS: Tensor, *, num_anchors: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Random anchors of each row, without replacement.
 
-    Shapes: valid_BS bool. Returns indices int64 [B, A], ascending, and bool [B, A]: False where the row had fewer valid
+    Shapes: valid_BS bool. Returns indices int64 [B, A], ascending where valid, and bool [B, A]: False where the row had fewer valid
         tokens than A (the index is then 0, and its block must not count). A is at most num_anchors and at least 1.
     """
     count = min(num_anchors, valid_BS.shape[1])

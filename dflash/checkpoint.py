@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..quant.checkpoint import sha256_of_weights
+from ..quant.checkpoint.disk import share
 from ..quant.checkpoint.load import read_scale_mode
 from .config import DraftConfig
 from .model import DraftModel
@@ -45,7 +46,7 @@ def write_draft(directory: Path, model: DraftModel, *, metadata: dict[str, Any])
         save_file(state, directory / WEIGHTS, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"draft: writing to {directory} failed ({error}). Free some space or write elsewhere.") from error
-    (directory / WEIGHTS).chmod(0o644)
+    share(directory / WEIGHTS)
     (directory / "config.json").write_text(json.dumps(c.to_json(), indent=2) + "\n")
     (directory / DRAFT_METADATA).write_text(json.dumps(draft_metadata(c, metadata), indent=2) + "\n")
 
@@ -124,10 +125,11 @@ def read_draft(directory: Path, *, dtype: torch.dtype) -> DraftModel:
     return model.to(dtype).eval()
 
 
-def require_fitting_draft(directory: Path, *, target: Path, target_config: dict[str, Any]) -> str:
+def require_fitting_draft(directory: Path, *, target: Path, target_config: dict[str, Any], record: dict[str, Any] | None = None) -> str:
     """A line that says what the draft was made for; ValueError, naming both sides, when it was made for another target.
 
-    target_config: config.json of the target. A draft without our metadata is checked by its shapes only, and the line says so.
+    target_config: config.json of the target; record: its target_record, if the caller has it (hashing a large model takes minutes).
+    A draft without our metadata is checked by its shapes only, and the line says so.
     """
     c, metadata = read_config(directory), read_metadata(directory)
     for name, mine, theirs in (
@@ -144,7 +146,7 @@ def require_fitting_draft(directory: Path, *, target: Path, target_config: dict[
         if name in metadata and metadata[name] != getattr(c, name):
             raise ValueError(f"draft: {directory}: config.json has {name} {getattr(c, name)}, the draft was trained with {metadata[name]} "
                              f"({DRAFT_METADATA}). Restore config.json.")
-    mine, theirs = metadata["target"], target_record(target)
+    mine, theirs = metadata["target"], record or target_record(target)
     if mine.get("scale_mode") != theirs["scale_mode"]:
         raise ValueError(f"draft: {directory} was distilled from a target with scale_mode {mine.get('scale_mode')}; {target} has {theirs['scale_mode']}. "
                          "Distill a draft for this target: train dflash-distill.")

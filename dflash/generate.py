@@ -75,8 +75,10 @@ def generate(
     """Decode from an empty target; the first round is the prefill's token.
 
     Ends after an end-of-sequence token, after max_tokens tokens, or when prompt and text fill the target's max_length.
-    Errors: ValueError for an empty prompt or one that leaves no room for a token.
+    Errors: ValueError for an empty prompt, one that leaves no room for a token, or max_tokens below 1.
     """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens: must be at least 1; got {max_tokens}.")
     if not prompt:
         raise ValueError("prompt: must hold at least one token; got none.")
     if len(prompt) >= target.max_length:

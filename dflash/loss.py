@@ -76,7 +76,7 @@ def slot_sums(
     labels_T, weights_T = targets.labels.flatten()[rows], weights_N[slot_of_row]
     batch_of_row = rows // (slots * hidden_BAND.shape[1])
     before_T = batch_of_row * target_hidden_BSD.shape[1] + targets.before.flatten()[rows]
-    loss = hidden_BAND.sum() * 0.0
+    loss = hidden_BAND.flatten()[:1].sum().to(torch.promote_types(hidden_BAND.dtype, torch.float32)) * 0.0   # the connection
     correct = []
     for start in range(0, len(rows), chunk_rows):
         part = slice(start, start + chunk_rows)

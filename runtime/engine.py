@@ -143,6 +143,7 @@ class Engine:
             with self._changed:
                 left = [*(one.ticket for one in live), *self._waiting]
                 self._waiting.clear()
+                self._num_running = 0
             for ticket in left:
                 _tell(ticket, Finished(reason="error" if self._failure else "cancelled", error=self._failure))
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from ..dflash.checkpoint import DRAFT_DIRECTORY, read_config, read_draft, require_fitting_draft
+from ..dflash.checkpoint import DRAFT_DIRECTORY, read_config, read_draft, require_fitting_draft, target_record
 from ..dflash.drafter import DFlashDrafter
-from ..quant.checkpoint import end_token_ids, sha256_of_weights
+from ..quant.checkpoint import end_token_ids
 from .server.served import Served
 from .weights import load_executor, read_json
 
@@ -18,7 +18,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 def load_served(out: Path, *, name: str | None, use_draft: bool, device: str, dtype: str | None) -> Served:
     """Load a directory of `kilotok export` and the draft head in its dflash/, if there is one and it is wanted.
 
-    dtype: of weights and activations; None: float32 on a CPU, bfloat16 on a GPU. Prints what was found.
+    dtype: of weights and activations; None: float32 on a CPU, bfloat16 on a GPU.
     Errors: ValueError for a draft made for another target, naming both; FileNotFoundError, ValueError and NotImplementedError for a
         directory that cannot be served.
     """
@@ -30,9 +30,10 @@ def load_served(out: Path, *, name: str | None, use_draft: bool, device: str, dt
     config = read_json(out / "config.json")
     draft_dir = out / DRAFT_DIRECTORY
     has_draft = draft_dir.exists()   # a file of that name is no draft, and says so on reading
+    record = target_record(out)
     taps: tuple[int, ...] = ()
     if use_draft and has_draft:
-        fit = require_fitting_draft(draft_dir, target=out, target_config=config)
+        fit = require_fitting_draft(draft_dir, target=out, target_config=config, record=record)
         taps = read_config(draft_dir).target_layer_ids
     else:
         fit = "draft: none in dflash/; plain decoding" if not has_draft else "draft: left out (--no-draft); plain decoding"
@@ -47,7 +48,7 @@ def load_served(out: Path, *, name: str | None, use_draft: bool, device: str, dt
         def make_drafter() -> DFlashDrafter:
             return DFlashDrafter(draft, embedding_VD=executor.embedding_VD, head_VD=executor.head_VD)
 
-    sha256 = sha256_of_weights(out)
+    sha256 = record["sha256"]
     served_name = name or out.resolve().name
     return Served(
         name=served_name, executor=executor, make_drafter=make_drafter, tokenizer=tokenizer,

@@ -11,6 +11,9 @@ import torch
 import yaml
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from kilotok.quant.archs import load_model
+from kilotok.quant.checkpoint import export_run, sha256_of_weights
+
 # The models here are too small for threads to pay, and two test processes on two cores must not fight over them.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -35,6 +38,29 @@ def save_tiny_moe(directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(POCKET).save_pretrained(directory)
     return directory
+
+
+def finished_run(
+    directory: Path, parent: Path, *, scale_mode: str = "even", step: int = 1, max_steps: int = 1, move: float = 0.0, seed: int = 0,
+) -> dict[str, torch.Tensor]:
+    """A QAT run, as the export reads it, whose trained experts are the parent's, moved by noise; returns them (fp32 masters)."""
+    generator = torch.Generator().manual_seed(seed)
+    state = load_model(parent, dtype=torch.float32).named_parameters()
+    trained = {n: w.detach() + move * torch.randn(w.shape, generator=generator) for n, w in state if ".mlp.experts." in n}
+    (directory / "checkpoints").mkdir(parents=True)
+    torch.save({"state_dict": {f"student.{n}": w for n, w in trained.items()}}, directory / "checkpoints" / f"step-{step:08d}.ckpt")
+    meta = {"kind": "qat", "status": "complete", "max_steps": max_steps, "parent": {"path": str(parent), "sha256": sha256_of_weights(parent)},
+            "quant": {"format": "mxfp4", "scale_mode": scale_mode, "source_dtype": "bfloat16", "trainable": "experts"}, "versions": {}}
+    (directory / "meta.json").write_text(json.dumps(meta))
+    return trained
+
+
+def export_experts(parent: Path, out: Path, **how: Any) -> Path:
+    """`out`, an export of `parent` by way of a finished run (how: as `finished_run`)."""
+    run = out.with_name(f"{out.name}-run")
+    finished_run(run, parent, **how)
+    export_run(run, out)
+    return out
 
 
 @pytest.fixture

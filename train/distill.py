@@ -97,8 +97,7 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     out = Path(recipe.out) if recipe.out is not None else target_dir / DRAFT_DIRECTORY
     t = recipe.trainer
     checkpoint = resume_point(run_dir, recipe=recipe, resume=resume)
-    done = completed(run_dir, checkpoint=checkpoint, max_steps=t.max_steps)
-    if done is not None and out.is_dir():
+    if out.is_dir() and (done := completed(run_dir, checkpoint=checkpoint, max_steps=t.max_steps)) is not None:
         return done
     if (finished := _killed_at_the_end(run_dir, out=out)) is not None:
         return finished
@@ -124,14 +123,14 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     quiet_lightning()
     L.seed_everything(t.seed, verbose=False)
     module = DistillModule(recipe, draft=draft, target=target)
-    answering = _answering(recipe, run_dir=run_dir, target_dir=target_dir, target=target, eos_ids=end_token_ids(target_dir), tokenizer=tokenizer)
+    record, eos_ids = target_record(target_dir), end_token_ids(target_dir)
+    answering = _answering(recipe, run_dir=run_dir, target_sha256=record["sha256"], target=target, eos_ids=eos_ids, tokenizer=tokenizer)
     for number, prompts in enumerate(data.train):
         check_stored(prompts, how=answering[number])
-    meta = _open_run(run_dir, recipe=recipe, data=data, target_dir=target_dir, draft_config=shape.to_json())
+    meta = _open_run(run_dir, recipe=recipe, data=data, target=record, draft_config=shape.to_json())
     columns = tuple(f"heldout_{d}" for d in (*data.heldout, "all"))
     metrics = MetricsCSV(run_dir / "metrics.csv", logged=LOGGED, extra=columns, resumed_step=step_of(checkpoint) if checkpoint else 0,
                          every_steps=t.log_every_steps)
-    eos_ids = end_token_ids(target_dir)
 
     def measure() -> dict[str, Any]:
         target.to(module.device)
@@ -206,14 +205,13 @@ def _check_target(config: Any, *, target_dir: Path, recipe: DistillRecipe) -> No
 
 
 def _answering(
-    recipe: DistillRecipe, *, run_dir: Path, target_dir: Path, target: nn.Module, eos_ids: frozenset[int], tokenizer: Any,
+    recipe: DistillRecipe, *, run_dir: Path, target_sha256: str, target: nn.Module, eos_ids: frozenset[int], tokenizer: Any,
 ) -> list[Answering]:
     """How the prompts of each source are answered, and where the answers are kept."""
     d = recipe.data
     root = Path(d.responses) if d.responses is not None else run_dir / "responses"
-    sha256 = sha256_of_weights(target_dir)
     dtype = str(next(target.parameters()).dtype)
-    return [Answering(directory=root / f"{number:02d}-{source.domain}", target_sha256=sha256, dtype=dtype, temperatures=tuple(d.temperatures),
+    return [Answering(directory=root / f"{number:02d}-{source.domain}", target_sha256=target_sha256, dtype=dtype, temperatures=tuple(d.temperatures),
                       max_new_tokens=d.max_new_tokens, batch_size=d.generation_batch, eos_ids=eos_ids, pad_id=_pad_id(tokenizer, eos_ids),
                       seed=recipe.trainer.seed) for number, source in enumerate(d.train)]
 
@@ -240,9 +238,8 @@ def _make_rows(
     return rows
 
 
-def _open_run(run_dir: Path, *, recipe: DistillRecipe, data: PromptData, target_dir: Path, draft_config: dict[str, Any]) -> dict[str, Any]:
+def _open_run(run_dir: Path, *, recipe: DistillRecipe, data: PromptData, target: dict[str, Any], draft_config: dict[str, Any]) -> dict[str, Any]:
     init = Path(recipe.draft.init_from) if recipe.draft.init_from is not None else None
-    target = target_record(target_dir)
     fresh = {"kind": KIND, "status": "running", "max_steps": recipe.trainer.max_steps, "target": target, "draft_config": draft_config,
              "prompts_sha256": data.sha256,
              "started_from": None if init is None else {"draft": init.name, "sha256": sha256_of_weights(init),
@@ -252,7 +249,7 @@ def _open_run(run_dir: Path, *, recipe: DistillRecipe, data: PromptData, target_
         "prompts_sha256": f"data: the prompts have changed since {run_dir} was started (or the Python whose library they are from). "
                           "Restore them, or start a new run.",
         "started_from": f"draft.init_from: {init} has changed since {run_dir} was started. Restore it, or start a new run.",
-        "target": f"target: {target_dir} has changed since {run_dir} was started. Restore it, or start a new run."})
+        "target.sha256": f"target: {recipe.target} has changed since {run_dir} was started. Restore it, or start a new run."})
 
 
 def _write(out: Path, draft: DraftModel, *, meta: dict[str, Any], data: PromptData) -> None:

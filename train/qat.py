@@ -172,9 +172,8 @@ def _round_as_exported(module: QATModule, *, experts: set[str], dtype: torch.dty
 
 def _open_run(run_dir: Path, *, recipe: QATRecipe, plan: QuantPlan, model_dir: Path, text_sha256: str) -> dict[str, Any]:
     """RUN/meta.json, new or as it was."""
-    parent = parent_record(model_dir)
     fresh = {
-        "kind": "qat", "status": "running", "max_steps": recipe.trainer.max_steps, "parent": parent, "parent_sha256": parent["sha256"],
+        "kind": "qat", "status": "running", "max_steps": recipe.trainer.max_steps, "parent": parent_record(model_dir),
         "quant": {"format": "mxfp4", "scale_mode": recipe.quant.scale_mode, "source_dtype": str(SOURCE_DTYPE).removeprefix("torch."),
                   "trainable": recipe.quant.trainable},
         "plan": {"expert_tensors": len(plan.experts), "bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after},
@@ -182,4 +181,4 @@ def _open_run(run_dir: Path, *, recipe: QATRecipe, plan: QuantPlan, model_dir: P
         "heldout_text": {s.domain: " + ".join(describe_source(o) for o in recipe.data.heldout if o.domain == s.domain) for s in recipe.data.heldout}}
     return open_run(run_dir, recipe=recipe, fresh=fresh, unchanged={
         "text_sha256": f"data: the text has changed since {run_dir} was started (or the Python whose library it is). Restore it, or start a new run.",
-        "parent_sha256": f"model: {model_dir} has changed since {run_dir} was started. Restore it, or start a new run."})
+        "parent.sha256": f"model: {model_dir} has changed since {run_dir} was started. Restore it, or start a new run."})

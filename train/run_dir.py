@@ -78,19 +78,27 @@ def _check_run_dir(run_dir: Path, *, recipe: Any, resume: bool) -> Path | None:
 def open_run(run_dir: Path, *, recipe: Any, fresh: dict[str, Any], unchanged: dict[str, str]) -> dict[str, Any]:
     """RUN/meta.json: `fresh` and a record of this process for a new run, else as it was with this process added to `resumed`.
 
-    unchanged: key of `fresh` -> what to say (RecipeError) when the run on disk has another value.
+    unchanged: key of `fresh`, dotted below the top -> what to say (RecipeError) when the run on disk has another value.
     """
     record = run_record()
     if (run_dir / RUN_METADATA).exists():
         meta: dict[str, Any] = read_meta(run_dir)
         for key, message in unchanged.items():
-            if meta.get(key) != fresh[key]:
+            if _at(meta, key) != _at(fresh, key):
                 raise RecipeError(message)
         meta["resumed"] = [*meta.get("resumed", []), record]
     else:
         meta = {**fresh, **record}
     write_meta(run_dir, meta, recipe=recipe)
     return meta
+
+
+def _at(tree: dict[str, Any], key: str) -> Any:
+    """The value under a dotted key; None when there is none."""
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 @rank_zero_only

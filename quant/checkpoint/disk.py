@@ -50,6 +50,13 @@ def refuse_existing(path: Path) -> None:
         raise FileExistsError(f"{path}: exists already. Nothing is overwritten: choose another directory, or remove this one first.")
 
 
+def share(path: Path) -> None:
+    """Give a file the permissions that the process's umask asks for; safetensors makes files readable by their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 def write_atomically(path: Path, *, text: str) -> None:
     """Replace a small text file in one step."""
     partial = path.with_name(f".{path.name}.partial")

@@ -6,7 +6,6 @@ so are tokenizer, template and generation config.
 """
 
 import json
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from ..plan import QuantPlan, make_plan
 from ..tensor import SOURCE_DTYPE, fake_quant_weight, quantize_weight
 from . import compressed_tensors
 from .check import require_fitting_parent
-from .disk import new_directory, refuse_existing, require_free_space
+from .disk import new_directory, refuse_existing, require_free_space, share
 from .load import METADATA, read_exported_experts
 from .reader import INDEX, SINGLE, CheckpointReader, sha256_of_weights
 from .run import Run
@@ -76,8 +75,8 @@ def export_run(run_dir: Path, out: Path, *, parent_dir: Path | None = None) -> E
             _write_rest(partial, parent=parent, plan=plan, reader=reader, metadata=run.export_metadata())
         except SafetensorError as error:   # safetensors reports a failed write as its own error
             raise OSError(f"export: writing to {partial.parent} failed ({error}). Free some space or write elsewhere; nothing was kept.") from error
-        for path in partial.rglob("*.safetensors"):   # safetensors makes them readable by the owner alone
-            path.chmod(0o666 & ~_umask())
+        for path in partial.rglob("*.safetensors"):
+            share(path)
         expert_weights = _verify(partial, reader=reader, plan=plan, trained=trained)
         written = CheckpointReader(partial)
         others = [n for n in reader.names if plan.arch.expert_slice(n) is None]
@@ -86,12 +85,6 @@ def export_run(run_dir: Path, out: Path, *, parent_dir: Path | None = None) -> E
                               kept_tensors=len(others) - rounded, rounded_tensors=rounded,
                               bytes_before=reader.num_bytes, bytes_after=written.num_bytes)
     return result
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _expert_part(trained: dict[str, Tensor], *, plan: QuantPlan, name: str) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from ..archs import check_model_dir
 from ..archs.catalogue import find_arch
 from . import compressed_tensors
-from .load import METADATA, read_exported_experts
+from .load import METADATA, read_export_metadata, read_exported_experts
 from .reader import CheckpointReader
 from .run import RUN_METADATA
 
@@ -54,8 +54,8 @@ def inspect_directory(directory: Path) -> str:
             dead = (t.blocks == 0).flatten(1).all(1).nonzero().flatten().tolist()
             if dead:
                 lines.append(f"  WARNING       {name}: experts {dead} are all zero: the checkpoint was damaged or never trained")
-    if (directory / METADATA).is_file():
-        meta = json.loads((directory / METADATA).read_text())
+    meta = read_export_metadata(directory)
+    if meta is not None:
         lines.append(f"  scale_mode    {meta['scale_mode']}, {meta['rounding']}, quantized from {meta['source_dtype']}")
         parent, run = meta["parent"], meta["run"]
         lines.append(f"  made from     {parent['path']} (sha256 {parent['sha256'][:12]}), QAT step {run['step']} of {run['max_steps']}")

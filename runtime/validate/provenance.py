@@ -16,24 +16,10 @@ import torch
 from ...dflash.checkpoint import DRAFT_DIRECTORY, read_metadata
 from ...quant.checkpoint import CheckpointReader, sha256_of_weights
 from ...quant.checkpoint.compressed_tensors import PACKED, SCALE
-from ...quant.checkpoint.load import METADATA
+from ...quant.checkpoint.load import METADATA, read_export_metadata
 from .stats import not_measured
 
 PACKAGES = ("kilotok", "torch", "transformers", "openai")
-
-
-def read_export_metadata(out: Path) -> dict[str, Any] | None:
-    """kilotok.json of an exported directory; None for a directory of another tool. Errors: ValueError when it is damaged."""
-    path = out / METADATA
-    if not path.is_file():
-        return None
-    try:
-        metadata = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: not readable as JSON ({error}). Restore it, or export the run again.") from error
-    if not isinstance(metadata, dict):
-        raise ValueError(f"{path}: must be a JSON object; got {type(metadata).__name__}. Restore it, or export the run again.")
-    return metadata
 
 
 def find_parent(out: Path, *, given: Path | None) -> Path | str:

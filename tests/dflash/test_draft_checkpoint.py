@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_tiny_moe
+from conftest import export_experts, save_tiny_moe
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tolerances import assert_equal
@@ -17,8 +17,7 @@ from kilotok.dflash import checkpoint as checkpoint_module
 from kilotok.dflash.checkpoint import DRAFT_METADATA, read_config, read_draft, read_metadata, require_fitting_draft, target_record, write_draft
 from kilotok.dflash.config import DraftConfig
 from kilotok.dflash.model import DraftModel
-from kilotok.quant.archs import load_model
-from kilotok.quant.checkpoint import export_run, sha256_of_weights
+from kilotok.quant.checkpoint import sha256_of_weights
 
 CONFIG = DraftConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=4096,
                      target_layer_ids=(1, 0), num_target_layers=2, mask_token_id=4090, sliding_window=32)
@@ -212,17 +211,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def export_tiny(folder: Path, *, scale_mode: str, seed: int = 1) -> Path:
     """An export of a finished run whose trained experts are the parent's, moved."""
-    parent = save_tiny_moe(folder / "parent")
-    generator = torch.Generator().manual_seed(seed)
-    experts = {n: w.detach() for n, w in load_model(parent, dtype=torch.float32).named_parameters() if ".mlp.experts." in n}
-    (folder / "run" / "checkpoints").mkdir(parents=True)
-    torch.save({"state_dict": {f"student.{n}": w + 0.02 * torch.randn(w.shape, generator=generator) for n, w in experts.items()}},
-               folder / "run" / "checkpoints" / "step-00000006.ckpt")
-    meta = {"kind": "qat", "status": "complete", "max_steps": 6, "parent": {"path": str(parent), "sha256": sha256_of_weights(parent)}, "versions": {},
-            "quant": {"format": "mxfp4", "scale_mode": scale_mode, "source_dtype": "bfloat16", "trainable": "experts"}}
-    (folder / "run" / "meta.json").write_text(json.dumps(meta))
-    export_run(folder / "run", folder / "out")
-    return folder / "out"
+    return export_experts(save_tiny_moe(folder / "parent"), folder / "out", scale_mode=scale_mode, move=0.02, seed=seed)
 
 
 def fit(directory: Path, target: Path, **changes: Any) -> str:

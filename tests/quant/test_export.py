@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import finished_run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kilotok.quant.archs import load_config, load_model
-from kilotok.quant.checkpoint import CheckpointReader, disk, export_run, inspect_directory, load_exported_model, read_exported_experts, sha256_of_weights
+from kilotok.quant.checkpoint import CheckpointReader, disk, export_run, inspect_directory, load_exported_model, read_exported_experts
 from kilotok.quant.checkpoint import export as export_module
 from kilotok.quant.experts import attach_fake_quant
 from kilotok.quant.plan import make_plan
@@ -24,18 +25,9 @@ from kilotok.runtime.cli import main as kilotok
 EXPERTS = [f"model.layers.{i}.mlp.experts.{p}" for i in (0, 1) for p in ("gate_up_proj", "down_proj")]
 
 
-def write_run(directory: Path, parent: Path, *, scale_mode: str = "even", step: int = 6, max_steps: int = 6, seed: int = 1) -> dict[str, torch.Tensor]:
+def write_run(directory: Path, parent: Path, *, scale_mode: str = "even", step: int = 6, max_steps: int = 6) -> dict[str, torch.Tensor]:
     """A finished run whose trained experts are the parent's, moved; returns them (fp32 masters)."""
-    torch.manual_seed(seed)
-    state = dict(load_model(parent, dtype=torch.float32).named_parameters())
-    trained = {n: w.detach() + 0.02 * torch.randn_like(w) for n, w in state.items() if ".mlp.experts." in n}
-    (directory / "checkpoints").mkdir(parents=True)
-    torch.save({"state_dict": {f"student.{n}": w for n, w in trained.items()}}, directory / "checkpoints" / f"step-{step:08d}.ckpt")
-    quant = {"format": "mxfp4", "scale_mode": scale_mode, "source_dtype": "bfloat16", "trainable": "experts"}
-    meta = {"kind": "qat", "status": "complete", "max_steps": max_steps, "parent": {"path": str(parent), "sha256": sha256_of_weights(parent)},
-            "quant": quant, "versions": {}}
-    (directory / "meta.json").write_text(json.dumps(meta))
-    return trained
+    return finished_run(directory, parent, scale_mode=scale_mode, step=step, max_steps=max_steps, move=0.02, seed=1)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The `kilotok` command itself."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -11,10 +10,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from conftest import save_tiny_moe
+from conftest import export_experts, save_tiny_moe
 
-from kilotok.quant.archs import load_model
-from kilotok.quant.checkpoint import export_run, sha256_of_weights
 from kilotok.runtime import cli
 from kilotok.runtime.cli import main as kilotok
 from kilotok.runtime.serve import bind
@@ -28,15 +25,7 @@ WAIT_S = 60
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model, exported."""
     root = tmp_path_factory.mktemp("cli")
-    parent = save_tiny_moe(root / "parent")
-    experts = {f"student.{n}": w.detach() for n, w in load_model(parent, dtype=torch.float32).named_parameters() if ".mlp.experts." in n}
-    (root / "run" / "checkpoints").mkdir(parents=True)
-    torch.save({"state_dict": experts}, root / "run" / "checkpoints" / "step-00000001.ckpt")
-    meta = {"kind": "qat", "status": "complete", "max_steps": 1, "parent": {"path": str(parent), "sha256": sha256_of_weights(parent)}, "versions": {},
-            "quant": {"format": "mxfp4", "scale_mode": "even", "source_dtype": "bfloat16", "trainable": "experts"}}
-    (root / "run" / "meta.json").write_text(json.dumps(meta))
-    export_run(root / "run", root / "tiny-mxfp4")
-    return root / "tiny-mxfp4"
+    return export_experts(save_tiny_moe(root / "parent"), root / "tiny-mxfp4")
 
 
 def left_with(args: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> str:

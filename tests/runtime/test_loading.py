@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_tiny_moe
+from conftest import export_experts, save_tiny_moe
 from safetensors.torch import load_file, save_file
 from tolerances import FP32_EPS, Bound, assert_equal, assert_within
 from transformers import AutoTokenizer, OlmoeConfig, OlmoeForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
@@ -18,7 +18,7 @@ from kilotok.dflash.config import DraftConfig
 from kilotok.dflash.drafter import DFlashDrafter
 from kilotok.dflash.model import DraftModel
 from kilotok.quant.archs import load_model
-from kilotok.quant.checkpoint import export_run, load_exported_model, sha256_of_weights
+from kilotok.quant.checkpoint import load_exported_model, sha256_of_weights
 from kilotok.runtime.archs import graph_of
 from kilotok.runtime.graph import ModelGraph
 from kilotok.runtime.loading import load_served
@@ -26,21 +26,6 @@ from kilotok.runtime.weights import load_executor
 
 FP32 = Bound(maximum=64 * FP32_EPS, rms=16 * FP32_EPS, reason="fp32 sums in another order, through all layers")
 PLAIN: dict[str, Any] = {"name": None, "use_draft": True, "device": "cpu", "dtype": None}
-
-
-def export(parent: Path, out: Path, *, scale_mode: str = "even", move: float = 0.0) -> Path:
-    """Export a finished run whose trained experts are the parent's, moved."""
-    torch.manual_seed(0)
-    run = out.with_name(f"{out.name}-run")
-    parameters = load_model(parent, dtype=torch.float32).named_parameters()
-    experts = {f"student.{n}": w.detach() + move * torch.randn_like(w) for n, w in parameters if ".mlp.experts." in n}
-    (run / "checkpoints").mkdir(parents=True)
-    torch.save({"state_dict": experts}, run / "checkpoints" / "step-00000001.ckpt")
-    meta = {"kind": "qat", "status": "complete", "max_steps": 1, "parent": {"path": str(parent), "sha256": sha256_of_weights(parent)}, "versions": {},
-            "quant": {"format": "mxfp4", "scale_mode": scale_mode, "source_dtype": "bfloat16", "trainable": "experts"}}
-    (run / "meta.json").write_text(json.dumps(meta))
-    export_run(run, out)
-    return out
 
 
 def add_draft(out: Path, *, target: Path | None = None, **changes: Any) -> Path:
@@ -59,7 +44,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two exports of one random parent, and the parent."""
     root = tmp_path_factory.mktemp("exports")
     parent = save_tiny_moe(root / "parent")
-    return {"parent": parent, "tiny": export(parent, root / "tiny"), "other": export(parent, root / "other", move=0.05)}
+    return {"parent": parent, "tiny": export_experts(parent, root / "tiny"), "other": export_experts(parent, root / "other", move=0.05)}
 
 
 @pytest.fixture
@@ -170,7 +155,7 @@ def test_a_draft_for_other_weights(out: Path, exports: dict[str, Path]) -> None:
 
 
 def test_a_draft_for_another_scale_mode(out: Path, exports: dict[str, Path], tmp_path: Path) -> None:
-    draft_dir = add_draft(out, target=export(exports["parent"], tmp_path / "floor", scale_mode="floor"))
+    draft_dir = add_draft(out, target=export_experts(exports["parent"], tmp_path / "floor", scale_mode="floor"))
     refused(out, ValueError, f"^draft: {draft_dir} was distilled from a target with scale_mode floor; {out} has even\\. ")
 
 
@@ -206,7 +191,7 @@ def test_a_family_that_is_exported_but_does_not_run(family: str, tmp_path: Path,
     config, model = (OlmoeConfig, OlmoeForCausalLM) if family == "olmoe" else (Qwen2MoeConfig, Qwen2MoeForCausalLM)
     model(config(**shape)).to(torch.bfloat16).save_pretrained(tmp_path / "parent")
     AutoTokenizer.from_pretrained(exports["parent"]).save_pretrained(tmp_path / "parent")
-    out = export(tmp_path / "parent", tmp_path / "out")
+    out = export_experts(tmp_path / "parent", tmp_path / "out")
     refused(out, NotImplementedError,
             f"^{out}: the reference executor runs qwen3_moe; got model_type '{family}'\\. Other families need one file in runtime/archs/; ")
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import save_tiny_moe
+from conftest import export_experts, save_tiny_moe
 from safetensors.torch import load_file
 from tolerances import FP32_EPS, Bound, assert_equal, assert_within
 from torch import Tensor, nn
@@ -33,8 +33,8 @@ from kilotok.dflash.hf_target import HFTarget
 from kilotok.dflash.metrics import acceptance_by_position, acceptance_length, without_repeats
 from kilotok.dflash.model import DraftModel
 from kilotok.dflash.sampling import Sampling
-from kilotok.quant.archs import load_model, load_tokenizer
-from kilotok.quant.checkpoint import export_run, load_exported_model, sha256_of_weights
+from kilotok.quant.archs import load_tokenizer
+from kilotok.quant.checkpoint import load_exported_model, sha256_of_weights
 from kilotok.quant.checkpoint.run import read_checkpoint
 from kilotok.train import distill
 from kilotok.train.acceptance import acceptance_table
@@ -53,16 +53,8 @@ RANKS_FP32 = Bound(maximum=8 * FP32_EPS, rms=8 * FP32_EPS, reason="the same fp32
 
 
 def export_tiny(root: Path) -> Path:
-    """A tiny random Qwen3-MoE, exported by way of a finished QAT run. Its greedy texts repeat themselves, so a draft learns some of them in a few steps."""
-    parent = save_tiny_moe(root / "parent", initializer_range=0.05)
-    experts = {f"student.{n}": p.detach() for n, p in load_model(parent, dtype=torch.float32).named_parameters() if ".mlp.experts." in n}
-    (root / "qat" / "checkpoints").mkdir(parents=True)
-    torch.save({"state_dict": experts}, root / "qat" / "checkpoints" / "step-00000001.ckpt")
-    quant = {"format": "mxfp4", "scale_mode": "even", "source_dtype": "bfloat16", "trainable": "experts"}
-    meta = {"kind": "qat", "status": "complete", "max_steps": 1, "versions": {}, "quant": quant}
-    (root / "qat" / "meta.json").write_text(json.dumps({**meta, "parent": {"path": str(parent), "sha256": sha256_of_weights(parent)}}))
-    export_run(root / "qat", root / "target")
-    return root / "target"
+    """A tiny random Qwen3-MoE, exported. Its greedy texts repeat themselves, so a draft learns some of them in a few steps."""
+    return export_experts(save_tiny_moe(root / "parent", initializer_range=0.05), root / "target")
 
 
 def chat_source(path: Path, *, domain: str, prompts: list[str]) -> dict[str, Any]:

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import save_tiny_moe
+from conftest import export_experts, save_tiny_moe
 from safetensors.torch import load_file, save_file
 
 from kilotok.dflash.checkpoint import target_record, write_draft
 from kilotok.dflash.config import DraftConfig
 from kilotok.dflash.model import DraftModel
-from kilotok.quant.archs import load_model
-from kilotok.quant.checkpoint import disk, export_run, sha256_of_weights
+from kilotok.quant.checkpoint import disk
 from kilotok.train import distill
 from kilotok.train.cli import main as train
 from kilotok.train.distill_config import DistillRecipe, default_recipe
@@ -29,13 +28,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tiny model, in `parent` and exported in `target`."""
     root = tmp_path_factory.mktemp("exported")
     parent = save_tiny_moe(root / "parent", initializer_range=0.05)
-    experts = {f"student.{n}": p.detach() for n, p in load_model(parent, dtype=torch.float32).named_parameters() if ".mlp.experts." in n}
-    (root / "qat" / "checkpoints").mkdir(parents=True)
-    torch.save({"state_dict": experts}, root / "qat" / "checkpoints" / "step-00000001.ckpt")
-    quant = {"format": "mxfp4", "scale_mode": "even", "source_dtype": "bfloat16", "trainable": "experts"}
-    meta = {"kind": "qat", "status": "complete", "max_steps": 1, "versions": {}, "quant": quant}
-    (root / "qat" / "meta.json").write_text(json.dumps({**meta, "parent": {"path": str(parent), "sha256": sha256_of_weights(parent)}}))
-    export_run(root / "qat", root / "target")
+    export_experts(parent, root / "target")
     return root
 
 
