@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.mx import (
-    MAX_EXACT_SCALE,
     MX_BLOCK_SIZE,
     SCALE_MODES,
     ScaleMode,
-    dequantize_mxfp4_ref,
-    fake_quant_mxfp4_ref,
-    pack_codes_ref,
-    quantize_mxfp4_ref,
+    dequantize_mxfp4,
+    fake_quant_mxfp4,
+    quantize_mxfp4,
 )
 
 # Whatever the master weights are kept in, the quantizer reads them rounded to bf16: a bf16 model, a bf16 mixed-precision
@@ -54,7 +52,7 @@ class MXFP4Tensor:
 
     def dequantize(self, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Exact in bf16 and fp32."""
-        return dequantize_mxfp4_ref(self.blocks, self.scales, dtype=dtype)
+        return dequantize_mxfp4(self.blocks, self.scales, dtype=dtype)
 
 
 def quantize_weight(weight: Tensor, *, name: str, scale_mode: ScaleMode) -> MXFP4Tensor:
@@ -64,17 +62,22 @@ def quantize_weight(weight: Tensor, *, name: str, scale_mode: ScaleMode) -> MXFP
     Errors: ValueError naming `name` and the index for NaN or infinity, and for a D that is no multiple of 32.
     """
     with _naming(name):
-        codes, scales = quantize_mxfp4_ref(_as_source(weight), scale_mode=scale_mode)
-        if scales.numel() and int(scales.max()) > MAX_EXACT_SCALE:
-            raise ValueError(f"a block of magnitude {float(weight.abs().max()):.3g} needs scale byte {int(scales.max())}, which bf16 and fp32 readers cannot "
-                             f"hold (largest {MAX_EXACT_SCALE}). The weight has diverged: repair it before quantizing.")
-    return MXFP4Tensor(blocks=pack_codes_ref(codes), scales=scales, scale_mode=scale_mode)
+        blocks, scales = quantize_mxfp4(_as_source(weight).contiguous(), scale_mode=scale_mode)
+    return MXFP4Tensor(blocks=blocks, scales=scales, scale_mode=scale_mode)
 
 
-def fake_quant_weight(weight: Tensor, *, name: str, scale_mode: ScaleMode) -> Tensor:
-    """The values the packed weight will have, bf16. Shapes and errors as `quantize_weight`."""
+def fake_quant_weight(
+    weight: Tensor, *, name: str, scale_mode: ScaleMode, dim: int = -1, dtype: torch.dtype = SOURCE_DTYPE, faults: Tensor | None = None,
+) -> Tensor:
+    """The values the packed weight will have, in `dtype` (bf16 or fp32; exact in both). Shapes and errors as `quantize_weight`.
+
+    dim: -1, or -2 for a weight kept as [..., in, out]. faults: int32 [1] on the weight's device: on a GPU it is set to 1 instead of raising,
+        so that a step of training needs one read-back and not one a weight.
+    """
     with _naming(name):
-        return fake_quant_mxfp4_ref(_as_source(weight), scale_mode=scale_mode)
+        if weight.dtype not in (torch.bfloat16, torch.float32):
+            weight = _as_source(weight)
+        return fake_quant_mxfp4(weight, scale_mode=scale_mode, dim=dim, out_dtype=dtype, faults=faults)
 
 
 def _as_source(weight: Tensor) -> Tensor:

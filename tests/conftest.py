@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from kilotok.quant.archs import load_model
 from kilotok.quant.checkpoint import export_run, sha256_of_weights
+from kilotok.quant.plan import make_plan
 
 # The models here are too small for threads to pay, and two test processes on two cores must not fight over them.
 torch.set_num_threads(1)
@@ -42,15 +43,20 @@ def save_tiny_moe(directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
 
 def finished_run(
     directory: Path, parent: Path, *, scale_mode: str = "even", step: int = 1, max_steps: int = 1, move: float = 0.0, seed: int = 0,
+    quant: dict[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """A QAT run, as the export reads it, whose trained experts are the parent's, moved by noise; returns them (fp32 masters)."""
+    """A QAT run, as the export reads it, whose trained experts are the parent's, moved by noise; returns them (fp32 masters).
+
+    quant: further options of the plan, as the run's record holds them.
+    """
     generator = torch.Generator().manual_seed(seed)
-    state = load_model(parent, dtype=torch.float32).named_parameters()
-    trained = {n: w.detach() + move * torch.randn(w.shape, generator=generator) for n, w in state if ".mlp.experts." in n}
+    model = load_model(parent, dtype=torch.float32)
+    experts = [e.name for e in make_plan(model.config, scale_mode="even", where=str(parent)).experts]
+    trained = {n: w.detach() + move * torch.randn(w.shape, generator=generator) for n, w in ((n, model.get_parameter(n)) for n in experts)}
     (directory / "checkpoints").mkdir(parents=True)
     torch.save({"state_dict": {f"student.{n}": w for n, w in trained.items()}}, directory / "checkpoints" / f"step-{step:08d}.ckpt")
     meta = {"kind": "qat", "status": "complete", "max_steps": max_steps, "parent": {"path": str(parent), "sha256": sha256_of_weights(parent)},
-            "quant": {"format": "mxfp4", "scale_mode": scale_mode, "source_dtype": "bfloat16", "trainable": "experts"}, "versions": {}}
+            "quant": {"format": "mxfp4", "scale_mode": scale_mode, "source_dtype": "bfloat16", "trainable": "experts", **(quant or {})}, "versions": {}}
     (directory / "meta.json").write_text(json.dumps(meta))
     return trained
 

@@ -30,11 +30,11 @@ THIRD_PARTY = {
     "train": {"torch", "lightning", "datasets", "wandb", "muon", "jsonargparse", "yaml", "numpy"},
     "runtime": {"torch", "safetensors", "transformers", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "openai", "matplotlib"},
 }
-EXTRA_THIRD_PARTY = {"quant/archs/": {"transformers"}}        # the doors to transformers
+EXTRA_THIRD_PARTY = {"quant/archs/": {"transformers", "gguf"}}        # the doors to transformers
 # Imported at their point of use: the extras and what needs them, and what is not needed for local files.
-OPTIONAL = {"wandb", "datasets", "fastapi", "uvicorn", "pydantic", "openai", "matplotlib", "lightning.pytorch.loggers.WandbLogger",
+OPTIONAL = {"wandb", "datasets", "gguf", "fastapi", "uvicorn", "pydantic", "openai", "matplotlib", "lightning.pytorch.loggers.WandbLogger",
             "runtime.serve.bind", "runtime.serve.serve"}
-PACKAGE_DATA = {"recipes/pocket"}                             # scripts that are shipped as data, not as a package
+PACKAGE_DATA = {"recipes/pocket", "recipes/smollm2-moe"}                             # scripts that are shipped as data, not as a package
 NOT_SOURCE = {"tests", "build", "runs", "wandb", "dist"}      # of these, tests is in git and the others are ignored by it
 MAX_LINES = 400
 

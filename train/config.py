@@ -5,34 +5,78 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..kernels.mx import SCALE_MODES, ScaleMode
+from ..quant.plan import PlanOptions
+from ..quant.sensitivity import Granularity
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantConfig:
-    """Which numbers the experts get."""
+    """Which numbers the weights get."""
 
-    scale_mode: ScaleMode = "even"                        # rule that picks a block's E8M0 scale: even, floor, rceil
+    scale_mode: ScaleMode = "even"                        # rule that picks a block's E8M0 scale: even, floor, rceil, mse
     trainable: Literal["experts", "all"] = "experts"      # `experts` leaves every other tensor as it is in the parent
+    backward: Literal["keep", "recompute"] = "keep"       # quantized weights in backward: held (2 bytes a weight), or quantized again
+    experts: Literal["mxfp4", "bf16"] = "mxfp4"           # bf16: the control, trained alike and not quantized
+    keep: list[str] = field(default_factory=list)         # routed experts at higher precision: names of fused weights, or patterns with *
+    keep_format: Literal["bf16", "mxfp8"] = "bf16"        # the precision of those
+    sensitivity: str | None = None                        # sensitivity.json of `train qat --sensitivity`: keep what it says, by bits_per_weight
+    bits_per_weight: float | None = None                  # with `sensitivity`: mean bits of a routed expert weight, scales included
+    granularity: Granularity = "layer"                    # what `sensitivity` keeps or quantizes as one: a layer's experts, or one fused weight
+    shared_experts: bool = False                          # shared experts in MXFP4 too
+    attention: Literal["mxfp8", "fp8_block"] | None = None  # linear layers of the attention: MXFP8, or FP8 in 128 x 128 tiles
+    router: Literal["mxfp8"] | None = None                # the router's weight; exported as bf16 that holds the MXFP8 values
+    activations: Literal["mxfp8"] | None = None           # also round the experts' inputs, for servers that compute in MXFP8
+    expected: dict[str, int] = field(default_factory=dict)  # weights there must be, by role: {experts: 96}
 
     def __post_init__(self) -> None:
         if self.scale_mode not in SCALE_MODES:
             raise ValueError(f"quant.scale_mode: must be one of {', '.join(SCALE_MODES)}; got {self.scale_mode!r}.")
+        if self.sensitivity is not None and self.bits_per_weight is None:   # the other way round is asked by `train qat --sensitivity`
+            raise ValueError("quant.sensitivity: needs quant.bits_per_weight, the budget to spend by the table; got none.")
+        if self.bits_per_weight is not None and self.keep:
+            raise ValueError("quant.keep and quant.bits_per_weight: give one; both say which experts stay at higher precision.")
+        self.plan_options()   # its checks
+
+    def plan_options(self, *, keep: tuple[str, ...] | None = None) -> PlanOptions:
+        """What the plan needs. keep: instead of `self.keep`."""
+        return PlanOptions(experts=self.experts, keep=tuple(self.keep) if keep is None else keep, keep_format=self.keep_format,
+                           shared_experts=self.shared_experts, attention=self.attention, router=self.router, expected=self.expected)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
     """What the quantized model is trained on."""
 
-    kl_weight: float = 1.0      # KL(parent || model) at temperature 1, nats per token
-    ce_weight: float = 0.0      # cross-entropy to the text, nats per token
-    chunk_rows: int = 1024      # token rows whose logits exist at one time
+    kl_weight: float = 1.0           # KL(parent || model) at temperature 1, nats per token
+    ce_weight: float = 0.0           # cross-entropy to the text, nats per token
+    hidden_mse_weight: float = 0.0   # mean squared distance of the final hidden states (after the last norm) from the parent's
+    hidden_layers: list[int] = field(default_factory=list)   # decoder layers, from 0, whose outputs' distances are added to that
+    chunk_rows: int = 1024           # token rows whose logits exist at one time
+    teacher_offload: bool = False    # the parent's layers wait in host memory and visit the device one at a time
 
     def __post_init__(self) -> None:
-        at_least("loss.kl_weight", self.kl_weight, 0)
-        at_least("loss.ce_weight", self.ce_weight, 0)
-        if self.kl_weight + self.ce_weight == 0:
-            raise ValueError("loss: kl_weight and ce_weight must not both be zero; got 0.0 and 0.0. There would be nothing to train on.")
+        for name in ("kl_weight", "ce_weight", "hidden_mse_weight"):
+            at_least(f"loss.{name}", getattr(self, name), 0)
+        if self.kl_weight + self.ce_weight + self.hidden_mse_weight == 0:
+            raise ValueError("loss: kl_weight, ce_weight and hidden_mse_weight must not all be zero; got 0.0, 0.0 and 0.0. There would be nothing to train on.")
+        if len(set(self.hidden_layers)) != len(self.hidden_layers) or any(i < 0 for i in self.hidden_layers):
+            raise ValueError(f"loss.hidden_layers: must be different layer numbers, from 0; got {self.hidden_layers}.")
+        if self.hidden_layers and self.hidden_mse_weight == 0:
+            raise ValueError(f"loss.hidden_layers: needs loss.hidden_mse_weight; got layers {self.hidden_layers} with weight 0. Give a weight, or no layers.")
         positive("loss.chunk_rows", self.chunk_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselinesConfig:
+    """What the trained model is compared with, besides its parent and round-to-nearest in its own scale mode."""
+
+    scale_modes: list[ScaleMode] = field(default_factory=list)   # round-to-nearest also in these: even, floor, rceil, mse
+    control: bool = False                                        # also train the bf16 parent by the same recipe, unquantized, in RUN/control
+
+    def __post_init__(self) -> None:
+        unknown = [m for m in self.scale_modes if m not in SCALE_MODES]
+        if unknown or len(set(self.scale_modes)) != len(self.scale_modes):
+            raise ValueError(f"baselines.scale_modes: must be different modes among {', '.join(SCALE_MODES)}; got {self.scale_modes}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +174,24 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QATTrainerConfig(TrainerConfig):
+    """What `train qat` has beyond that."""
+
+    strategy: Literal["auto", "fsdp"] = "auto"   # fsdp: masters, gradients and optimizer sharded over all devices (FSDP2)
+    num_nodes: int = 1                           # machines; started by torchrun or SLURM, as Lightning does it
+    gradient_checkpointing: bool = False         # run each decoder layer's forward again in backward instead of keeping its activations
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("trainer.num_nodes", self.num_nodes)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one optimizer step over all devices."""
+        return self.batch_size * self.accumulate_grad_batches * self.devices * self.num_nodes
+
+
+@dataclass(frozen=True, kw_only=True)
 class QATRecipe:
     """Everything `train qat` needs."""
 
@@ -139,7 +201,19 @@ class QATRecipe:
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    trainer: QATTrainerConfig = field(default_factory=QATTrainerConfig)
+    baselines: BaselinesConfig = field(default_factory=BaselinesConfig)
+
+    def __post_init__(self) -> None:
+        q, b = self.quant, self.baselines
+        if q.experts == "bf16" and (b.control or b.scale_modes):
+            raise ValueError("baselines: with quant.experts: bf16 the run is itself the control and rounds nothing to MXFP4; got "
+                             f"control {str(b.control).lower()}, scale_modes {b.scale_modes}. Leave the section out.")
+        if b.control and q.trainable == "experts" and (q.shared_experts or q.attention or q.router):
+            raise ValueError("baselines.control: would train the experts only, and the run also what quant.shared_experts, attention or router add. "
+                             "Set quant.trainable: all, which trains the same tensors in both, or leave the control out.")
+        if self.loss.teacher_offload and self.trainer.strategy == "fsdp":
+            raise ValueError("loss.teacher_offload: with trainer.strategy: fsdp the parent lies in pieces on the devices already. Give one of the two.")
 
 
 def positive(name: str, value: float) -> None:

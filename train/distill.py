@@ -26,9 +26,10 @@ from .data import describe_source
 from .distill_config import DistillRecipe
 from .distill_data import SUPERVISED, PromptData, RowData, packed_rows
 from .draft_shape import draft_plan, resolve_shape
-from .fit import AUTOCAST, fit, make_trainer, require_accelerator
+from .fit import fit, make_trainer, require_accelerator
 from .loggers import quiet_lightning
 from .optim import MuonAdamW, parameter_groups
+from .precision import AUTOCAST
 from .prompts import to_jsonl
 from .recipe import RecipeError
 from .responses import Answering, check_stored, generate_responses

@@ -8,11 +8,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from ..quant.checkpoint.run import newest_checkpoint
 from .callbacks import AtomicCheckpointIO
-from .config import TrainerConfig
+from .config import QATTrainerConfig, TrainerConfig
 from .loggers import wandb_logger
 from .recipe import RecipeError
-
-AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16}
+from .sharding import ShardedStrategy
 
 
 def require_accelerator(config: TrainerConfig) -> None:
@@ -21,17 +20,26 @@ def require_accelerator(config: TrainerConfig) -> None:
         raise RecipeError("trainer.accelerator: gpu, but torch sees no CUDA device. Use cpu or auto, or install a CUDA build of torch.")
 
 
+def is_sharded(config: TrainerConfig) -> bool:
+    return isinstance(config, QATTrainerConfig) and config.strategy == "fsdp"
+
+
 def make_trainer(config: TrainerConfig, *, run_dir: Path, max_grad_norm: float | None, callbacks: list[L.Callback]) -> L.Trainer:
     """Checkpoints every `checkpoint_every_steps` into RUN/checkpoints, one kept, each whole or absent."""
     checkpoints = ModelCheckpoint(
         dirpath=run_dir / "checkpoints", filename="step-{step:08d}", auto_insert_metric_name=False, every_n_train_steps=config.checkpoint_every_steps,
         save_top_k=1, enable_version_counter=False)
+    sharded = is_sharded(config)
+    num_nodes = config.num_nodes if isinstance(config, QATTrainerConfig) else 1
     return L.Trainer(
-        accelerator=config.accelerator, devices=config.devices, precision=config.precision, max_steps=config.max_steps, max_epochs=1,
+        accelerator=config.accelerator, devices=config.devices, num_nodes=num_nodes,
+        strategy=ShardedStrategy(devices=config.devices * num_nodes) if sharded else "auto",
+        precision="32-true" if sharded else config.precision,   # under FSDP2 layers are gathered in the compute dtype, without autocast
+        max_steps=config.max_steps, max_epochs=1,
         accumulate_grad_batches=config.accumulate_grad_batches, gradient_clip_val=max_grad_norm,
         log_every_n_steps=config.log_every_steps, callbacks=[*callbacks, checkpoints], logger=wandb_logger(config.wandb_project, run_dir=run_dir),
-        plugins=[AtomicCheckpointIO()], limit_val_batches=0, num_sanity_val_steps=0, enable_model_summary=False, use_distributed_sampler=False,
-        default_root_dir=run_dir)
+        plugins=[] if sharded else [AtomicCheckpointIO()], limit_val_batches=0, num_sanity_val_steps=0, enable_model_summary=False,
+        use_distributed_sampler=False, default_root_dir=run_dir)
 
 
 def fit(trainer: L.Trainer, module: L.LightningModule, *, data: L.LightningDataModule, checkpoint: Path | None, run_dir: Path, max_steps: int) -> None:

@@ -4,10 +4,12 @@ RUN/recipe.yaml (resolved), RUN/meta.json (what it was made from, versions, resu
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
@@ -64,8 +66,7 @@ def _check_run_dir(run_dir: Path, *, recipe: Any, resume: bool) -> Path | None:
         return None
     if not resume:
         raise RecipeError(f"run: {run_dir.absolute()} exists. Continue it with --resume, choose another --run, or remove it.")
-    # all but the last place of the run itself, which may have been moved or spelled differently
-    before, now = ([line for line in text.splitlines() if not line.startswith("run:")] for text in ((run_dir / "recipe.yaml").read_text(), to_yaml(recipe)))
+    before, now = (_comparable(text) for text in ((run_dir / "recipe.yaml").read_text(), to_yaml(recipe)))
     if before != now:
         changed = [new for old, new in zip(before, now, strict=False) if old != new] or ["length of a list"]
         raise RecipeError(f"run: {run_dir} was started with another recipe (now {changed[0].strip()!r}). "
@@ -73,6 +74,20 @@ def _check_run_dir(run_dir: Path, *, recipe: Any, resume: bool) -> Path | None:
     checkpoint = newest_checkpoint(run_dir)
     print(f"{run_dir}: resuming from {checkpoint.name if checkpoint else 'step 0: it has no checkpoint yet'}", flush=True)
     return checkpoint
+
+
+def _comparable(text: str) -> list[str]:
+    """The lines of a recipe that a resume may not change: all but the place of the run itself, which may have been moved.
+
+    A sharded run may go on with other devices and batches, as long as a step has the same rows.
+    """
+    raw = yaml.safe_load(text)
+    raw.pop("run")
+    trainer = raw["trainer"]
+    if trainer.get("strategy") == "fsdp":
+        parts = [trainer.pop(key) for key in ("batch_size", "accumulate_grad_batches", "devices", "num_nodes")]
+        trainer["rows of a step (batch_size * accumulate_grad_batches * devices * num_nodes)"] = math.prod(parts)
+    return yaml.safe_dump(raw, sort_keys=False).splitlines()
 
 
 def open_run(run_dir: Path, *, recipe: Any, fresh: dict[str, Any], unchanged: dict[str, str]) -> dict[str, Any]:
@@ -113,8 +128,10 @@ def write_meta(run_dir: Path, meta: dict[str, Any], *, recipe: Any = None) -> No
 def require_finite(model: nn.Module) -> None:
     """ValueError naming the first parameter that holds NaN or infinity, and the index."""
     for name, parameter in model.named_parameters():
-        finite = torch.isfinite(parameter.detach())
+        values = parameter.detach()
+        values = values.to_local() if hasattr(values, "to_local") else values   # this rank's piece
+        finite = torch.isfinite(values)
         if not bool(finite.all()):
             index = tuple(int(i) for i in (~finite).nonzero()[0])
-            raise ValueError(f"{name}: weights must be finite; got {float(parameter.detach()[index])} at index {index} of shape {tuple(parameter.shape)}. "
+            raise ValueError(f"{name}: weights must be finite; got {float(values[index])} at index {index} of shape {tuple(parameter.shape)}. "
                              "The checkpoint is damaged or diverged: repair it before training.")

@@ -2,7 +2,7 @@
 
 from .base import ExpertSlice, MoEArch
 from .catalogue import ARCHS, find_arch
-from .hf import build_model, check_model_dir, experts_function, load_config, load_model, load_tokenizer, use_experts_function
+from .hf import build_model, check_model_dir, empty_model, load_config, load_model, load_tokenizer, memory_names, model_from_state, to_disk_state
 
 __all__ = [
     "ARCHS",
@@ -10,10 +10,12 @@ __all__ = [
     "MoEArch",
     "build_model",
     "check_model_dir",
-    "experts_function",
+    "empty_model",
     "find_arch",
     "load_config",
     "load_model",
     "load_tokenizer",
-    "use_experts_function",
+    "memory_names",
+    "model_from_state",
+    "to_disk_state",
 ]

@@ -1,15 +1,16 @@
-"""The doors to transformers: configs, models, tokenizers, and the registry of experts functions."""
+"""The doors to transformers: configs, models, tokenizers, and the names its checkpoints have on disk."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, revert_weight_conversion
 
 
 def check_model_dir(path: Path) -> Path:
@@ -39,6 +40,17 @@ def build_model(config: Any, *, device: str) -> nn.Module:
     return model
 
 
+def empty_model(config: Any, *, dtype: torch.dtype) -> nn.Module:
+    """The model of a config without memory, in evaluation mode, its parameters in `dtype`; buffers keep theirs."""
+    model = build_model(config, device="meta")
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dtype != dtype:
+                module._parameters[name] = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+    model.tie_weights()   # type: ignore[operator]
+    return model.eval()
+
+
 def load_model(path: Path, *, dtype: torch.dtype) -> nn.Module:
     """The model of a local, unquantized checkpoint, in evaluation mode."""
     check_model_dir(path)
@@ -53,13 +65,46 @@ def load_tokenizer(path: Path) -> Any:
     return AutoTokenizer.from_pretrained(check_model_dir(path))
 
 
-def use_experts_function(model: nn.Module, *, name: str, function: Callable[..., torch.Tensor]) -> None:
-    """Route every experts module of `model` through `function(module, hidden, top_k_index, top_k_weights)`."""
-    ALL_EXPERTS_FUNCTIONS.register(name, function)
-    model.set_experts_implementation(name)  # type: ignore[operator]
+def memory_names(model: nn.Module, disk_names: Sequence[str]) -> dict[str, str]:
+    """Checkpoint names -> names in memory, by the conversions transformers loads this family with.
+
+    A tensor that is merged with others on loading gets the name of the merged one.
+    """
+    transforms = get_model_conversion_mapping(model)   # type: ignore[arg-type]
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    found = {}
+    for name in disk_names:
+        key = name
+        for renaming in renamings:
+            key = renaming.rename_source_key(key)[0]
+        for converter in converters:
+            key, matched = converter.rename_source_key(key)
+            if matched is not None:
+                break
+        found[name] = key
+    return found
 
 
-def experts_function(name: str) -> Callable[..., torch.Tensor]:
-    """A registered experts function of transformers, such as grouped_mm."""
-    function: Callable[..., torch.Tensor] = ALL_EXPERTS_FUNCTIONS[name]
-    return function
+def to_disk_state(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict under checkpoint names, as `save_pretrained` would write it."""
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, state)   # type: ignore[arg-type]
+    return converted
+
+
+def model_from_state(config: Any, state: dict[str, torch.Tensor], *, dtype: torch.dtype, where: str) -> nn.Module:
+    """The model of a config with the tensors of a checkpoint, by checkpoint names, in evaluation mode.
+
+    Errors: ValueError naming tensors that are missing, left over or of another shape.
+    """
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    try:
+        model, report = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
+    except RuntimeError as error:   # transformers reports shapes that do not fit so
+        raise ValueError(f"{where}: tensors do not fit the config: {' '.join(str(error).split())[:300]}") from error
+    missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    if missing or unexpected or report.get("mismatched_keys"):
+        raise ValueError(f"{where}: tensors do not fit the config: missing {missing[:3]}, unexpected {unexpected[:3]}, "
+                         f"other shape {sorted(report.get('mismatched_keys') or [])[:3]}.")
+    loaded: nn.Module = model.eval()
+    return loaded

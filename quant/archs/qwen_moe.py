@@ -1,11 +1,14 @@
-"""Qwen2-MoE, Qwen3-MoE and OLMoE: one layout, with and without a shared expert."""
+"""One layout, many families: experts under `mlp.experts`, the same names in memory and on disk, one tensor an expert and projection.
+
+They differ in what stands beside the experts: shared experts (Qwen2-MoE, Qwen3-Next, Qwen3.5, DeepSeek, GLM, Ernie), dense first layers
+(DeepSeek, GLM, MiMo, Ernie), other router tensors (correction biases); none of that is an expert.
+"""
 
 from .base import MoEArch
 
 ARCH = MoEArch(
     name="qwen_moe",
-    model_types=("qwen2_moe", "qwen3_moe", "olmoe"),
-    experts=r"model\.layers\.\d+\.mlp\.experts",
-    fused={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
-    not_experts=(r".*\.mlp\.shared_expert\..*", r".*\.mlp\.(gate|up|down)_proj\..*"),
+    model_types=("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "olmoe",
+                 "deepseek_v2", "deepseek_v3", "glm4_moe", "mimo_v2_flash", "ernie4_5_moe"),
+    router=r".*\.mlp\.(gate\..*|moe_statics\..*|shared_expert_gate\..*)",
 )

@@ -6,7 +6,6 @@ so are tokenizer, template and generation config.
 """
 
 import json
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,11 @@ from torch import Tensor
 
 from ..archs import load_config
 from ..plan import QuantPlan, make_plan
-from ..tensor import SOURCE_DTYPE, fake_quant_weight, quantize_weight
-from . import compressed_tensors
 from .check import require_fitting_parent
 from .disk import new_directory, refuse_existing, require_free_space, share
-from .load import METADATA, read_exported_experts
+from .load import METADATA
+from .packing import ParentTensors, join_experts, packed_stems, read_packed
+from .quantization_config import quantization_config
 from .reader import INDEX, SINGLE, CheckpointReader, sha256_of_weights
 from .run import Run
 
@@ -60,74 +59,65 @@ def export_run(run_dir: Path, out: Path, *, parent_dir: Path | None = None) -> E
         raise ValueError(f"{parent}: is not the parent of {run_dir}: weights hash to {found[:12]}, the run was made from {run.parent_sha256[:12]}. "
                          "Give the right one with --parent.")
     config = load_config(parent)
-    plan = make_plan(config, scale_mode=run.scale_mode, where=str(parent))
+    plan = make_plan(config, scale_mode=run.scale_mode, where=str(parent), options=run.plan_options)
     require_fitting_parent(reader, config=config, plan=plan)
     trained = run.load_trained_weights()
-    if config.tie_word_embeddings and EMBEDDING in trained and HEAD in reader:
+    if getattr(config, "tie_word_embeddings", False) and EMBEDDING in trained and HEAD in reader:
         trained.setdefault(HEAD, trained[EMBEDDING])   # one tensor in memory, a copy on disk
+    if plan.options.experts == "bf16":
+        raise ValueError(f"{run_dir}: is the control of a run: nothing is quantized in it, so there is nothing to pack. Export the QAT run.")
     missing = [e.name for e in plan.experts if e.name not in trained]
     if missing:
         raise ValueError(f"{run_dir}: the checkpoint at step {run.step} holds no {missing[0]} (of {len(missing)} missing). It belongs to another model.")
+    tensors = ParentTensors(reader, config=config, plan=plan, trained=trained)
     require_free_space(out, num_bytes=plan.bytes_after + 2**20, what="export")
     with new_directory(out) as partial:
         try:
-            _write_weights(partial, reader=reader, plan=plan, trained=trained)
+            _write_weights(partial, tensors=tensors)
             _write_rest(partial, parent=parent, plan=plan, reader=reader, metadata=run.export_metadata())
         except SafetensorError as error:   # safetensors reports a failed write as its own error
             raise OSError(f"export: writing to {partial.parent} failed ({error}). Free some space or write elsewhere; nothing was kept.") from error
         for path in partial.rglob("*.safetensors"):
             share(path)
-        expert_weights = _verify(partial, reader=reader, plan=plan, trained=trained)
+        expert_weights = _verify(partial, tensors=tensors)
         written = CheckpointReader(partial)
-        others = [n for n in reader.names if plan.arch.expert_slice(n) is None]
-        rounded = sum(n in trained for n in others)
+        others = [n for n in reader.names if (w := tensors.planned(n)) is None or w.format == "bf16" or w.role == "router"]
+        rounded = sum(tensors.is_trained(n) or tensors.planned(n) is not None for n in others)
         result = ExportResult(directory=out, expert_tensors=len(reader.names) - len(others), expert_weights=expert_weights,
                               kept_tensors=len(others) - rounded, rounded_tensors=rounded,
                               bytes_before=reader.num_bytes, bytes_after=written.num_bytes)
     return result
 
 
-def _expert_part(trained: dict[str, Tensor], *, plan: QuantPlan, name: str) -> Tensor | None:
-    """The rows of the trained fused weight that the checkpoint tensor `name` is; None for anything but an expert."""
-    place = plan.arch.expert_slice(name)
-    if place is None:
-        return None
-    return trained[place.fused][place.expert].chunk(place.parts, dim=0)[place.part]
+def _write_weights(directory: Path, *, tensors: ParentTensors) -> None:
+    """Shards of at most MAX_SHARD_BYTES, each written as soon as it is full."""
+    files: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+    shard_bytes = total = 0
 
+    def flush() -> None:
+        nonlocal shard, shard_bytes
+        save_file(shard, directory / f"shard-{len(files)}.safetensors", metadata={"format": "pt"})
+        files.append(list(shard))
+        shard, shard_bytes = {}, 0
 
-def _rounded(weight: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
-    """A trained tensor in its parent's dtype; ValueError when that cannot hold it."""
-    rounded = weight.to(dtype).contiguous()
-    if not bool(torch.isfinite(rounded).all()):
-        raise ValueError(f"export: {name}: the trained weights (largest {float(weight.abs().max()):.3g}) do not fit the parent's {dtype}: it has diverged.")
-    return rounded
-
-
-def _write_weights(directory: Path, *, reader: CheckpointReader, plan: QuantPlan, trained: dict[str, Tensor]) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
-    shard_bytes = 0
-    for name in reader.names:
-        part = _expert_part(trained, plan=plan, name=name)
-        if part is not None:
-            tensors = compressed_tensors.to_disk(quantize_weight(part, name=name, scale_mode=plan.scale_mode), name=name)
-        else:
-            kept = reader.get(name)
-            tensors = {name: _rounded(trained[name], kept.dtype, name=name) if name in trained else kept}
-        size = sum(t.numel() * t.element_size() for t in tensors.values())
-        if shards[-1] and shard_bytes + size > MAX_SHARD_BYTES:
-            shards.append({})
-            shard_bytes = 0
-        shards[-1].update(tensors)
-        shard_bytes += size
-    if len(shards) == 1:
-        save_file(shards[0], directory / SINGLE, metadata={"format": "pt"})
+    for parent_name in tensors.reader.names:
+        for name, tensor in tensors.exported(parent_name):
+            size = tensor.numel() * tensor.element_size()
+            if shard and shard_bytes + size > MAX_SHARD_BYTES:
+                flush()
+            shard[name] = tensor.contiguous()
+            shard_bytes += size
+            total += size
+    flush()
+    if len(files) == 1:
+        (directory / "shard-0.safetensors").rename(directory / SINGLE)
         return
     weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file))
-    total = sum(t.numel() * t.element_size() for s in shards for t in s.values())
+    for i, names in enumerate(files):
+        file = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        (directory / f"shard-{i}.safetensors").rename(directory / file)
+        weight_map.update(dict.fromkeys(names, file))
     (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
 
 
@@ -139,35 +129,41 @@ def _write_rest(directory: Path, *, parent: Path, plan: QuantPlan, reader: Check
     if (parent / CHAT_TEMPLATES).is_dir():
         shutil.copytree(parent / CHAT_TEMPLATES, directory / CHAT_TEMPLATES)
     config = json.loads((parent / "config.json").read_text())
-    linears = [n.removesuffix(".weight") for n in reader.names
-               if n.endswith(".weight") and plan.arch.expert_slice(n) is None and len(reader.info(n)[1]) == 2 and "embed" not in n]
-    if "lm_head" not in linears:
-        linears.append("lm_head")   # tied to the embedding on disk, still a linear layer in memory
-    config["quantization_config"] = compressed_tensors.quantization_config(plan.arch, kept_linears=sorted(linears, key=_natural))
+    packed = set(packed_stems(CheckpointReader(directory)))
+    config["quantization_config"] = quantization_config(plan, reader=reader, packed=packed)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (directory / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
 
 
-def _natural(name: str) -> list[Any]:
-    return [(0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"(\d+)", name)]
-
-
-def _verify(directory: Path, *, reader: CheckpointReader, plan: QuantPlan, trained: dict[str, Tensor]) -> int:
-    """Number of expert weights re-read from `directory`, all equal to what training computed with; ValueError otherwise."""
-    reread = read_exported_experts(directory, arch=plan.arch)
-    compared = 0
-    for expert in plan.experts:
-        if expert.name not in reread:
-            raise ValueError(f"export: {expert.name} is missing in the re-read files. This is a bug of the export: please report it.")
-        expected = fake_quant_weight(trained[expert.name], name=expert.name, scale_mode=plan.scale_mode)
-        got = reread[expert.name].dequantize(dtype=SOURCE_DTYPE)
-        _require_equal(got, expected, name=expert.name)
-        compared += expected.numel()
+def _verify(directory: Path, *, tensors: ParentTensors) -> int:
+    """Number of packed weights re-read from `directory`, all equal to what training computed with; ValueError otherwise."""
     written = CheckpointReader(directory)
-    for name in reader.names:
-        if plan.arch.expert_slice(name) is None:
-            source = reader.get(name)
-            _require_equal(written.get(name), trained[name].to(source.dtype) if name in trained else source, name=name)
+    found = packed_stems(written)
+    arch = tensors.plan.arch
+    compared = 0
+    for name in tensors.reader.names:
+        expected, weight = tensors.expected(name), tensors.planned(name)
+        if weight is None or weight.format == "bf16" or weight.role == "router":
+            _require_equal(written.get(name), expected, name=name)
+            continue
+        place = arch.expert_slice(name)
+        stem = name if arch.layout == "gpt-oss" and place is not None else name.removesuffix(".weight")
+        if stem in found:
+            got = read_packed(written, stem, fmt=found[stem])
+            got = arch.canonical(got).contiguous() if place is not None and place.expert is None else got
+        else:   # split into one weight an expert and projection
+            assert place is not None
+            names = [p for ps in arch.disk_names(place.fused, num_experts=weight.shape[0]) for p in ps]
+            pieces = {}
+            for part in names:
+                slot, part_stem = arch.packed_slice(part.removesuffix(".weight")), part.removesuffix(".weight")
+                assert slot is not None and slot.expert is not None, part
+                if part_stem not in found:
+                    raise ValueError(f"export: {part} is missing in the re-read files. This is a bug of the export: please report it.")
+                pieces[slot.expert, slot.part] = read_packed(written, part_stem, fmt=found[part_stem])
+            got = arch.canonical(join_experts(pieces, arch=arch, fused=place.fused, where=str(directory))).contiguous()
+        _require_equal(got, expected, name=name)
+        compared += expected.numel()
     return compared
 
 

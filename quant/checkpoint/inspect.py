@@ -8,8 +8,8 @@ import torch
 
 from ..archs import check_model_dir
 from ..archs.catalogue import find_arch
-from . import compressed_tensors
 from .load import METADATA, read_export_metadata, read_exported_experts
+from .packing import packed_stems, tensors_of
 from .reader import CheckpointReader
 from .run import RUN_METADATA
 
@@ -28,15 +28,14 @@ def inspect_directory(directory: Path) -> str:
     layout = f"{quantization.get('quant_method')} {quantization.get('format', '')}".strip() if quantization else "unquantized"
     architectures = ", ".join(config.get("architectures") or ["no architecture named"])
     lines = [f"{directory}", f"  model         {config.get('model_type')} ({architectures})", f"  layout        {layout}"]
+    packed = _kinds_of_packed(reader)
     kinds: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for name in reader.names:
         dtype, shape = reader.info(name)
         kind = f"kept {dtype}"
-        if name.endswith(f".{compressed_tensors.PACKED}"):
-            kind = "packed experts"
-        elif name.endswith(f".{compressed_tensors.SCALE}"):
-            kind = "expert scales"
+        if name in packed:
+            kind = packed[name]
         kinds[kind] += 1
         sizes[kind] += torch.Size(shape).numel() * _BYTES.get(dtype, 1)
     for kind in sorted(kinds):
@@ -63,6 +62,16 @@ def inspect_directory(directory: Path) -> str:
         lines.append(f"  scale_mode    not recorded (no {METADATA}: written by another tool)")
     lines.append(f"  draft head    {_draft_line(directory / 'dflash')}")
     return "\n".join(lines)
+
+
+def _kinds_of_packed(reader: CheckpointReader) -> dict[str, str]:
+    """What a packed weight's tensors are called in the report."""
+    found = {}
+    for stem, fmt in packed_stems(reader).items():
+        weight, scale = tensors_of(stem, fmt=fmt)
+        mxfp4 = fmt in ("mxfp4", "gpt-oss")
+        found[weight], found[scale] = ("packed experts", "expert scales") if mxfp4 else (f"{fmt} weights", f"{fmt} scales")
+    return found
 
 
 def _draft_line(directory: Path) -> str:

@@ -1,16 +1,18 @@
 """Reading an exported directory back: its packed experts, and a model that computes with them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...kernels.mx import ScaleMode
-from ..archs import MoEArch, build_model, find_arch, load_config
+from ..archs import MoEArch, find_arch, load_config, model_from_state
+from ..formats.mxfp4 import unpack
 from ..tensor import MXFP4Tensor
-from . import compressed_tensors
+from .packing import dense_state, join_experts, packed_stems, tensors_of
 from .reader import CheckpointReader
 
 METADATA = "kilotok.json"
@@ -56,37 +58,32 @@ def end_token_ids(directory: Path) -> frozenset[int]:
 
 
 def read_exported_experts(directory: Path, *, arch: MoEArch) -> dict[str, MXFP4Tensor]:
-    """Fused expert weights by in-memory name, [E, out, in], from the packed tensors of a directory.
+    """Fused expert weights in MXFP4 by in-memory name, canonical [E, out, in], from the packed tensors of a directory.
 
     Errors: ValueError when an expert or a projection is missing, or the directory holds no packed expert.
     """
     reader = CheckpointReader(directory)
     scale_mode = read_scale_mode(directory)
-    parts: dict[str, dict[tuple[int, int], MXFP4Tensor]] = {}
-    rows: dict[str, int] = {}
-    for name in reader.names:
-        if not name.endswith(f".{compressed_tensors.PACKED}"):
-            continue
-        stem = name.removesuffix(f".{compressed_tensors.PACKED}")
-        place = arch.expert_slice(f"{stem}.weight")
-        if place is None:
-            raise ValueError(f"{directory}: {name} is packed but is no routed expert of a {arch.name} model. Only experts may be MXFP4 here.")
-        scale = reader.get(f"{stem}.{compressed_tensors.SCALE}")
-        parts.setdefault(place.fused, {})[place.expert, place.part] = compressed_tensors.from_disk(reader.get(name), scale, scale_mode=scale_mode)
-        rows[place.fused] = place.parts
-    if not parts:
+    fused: dict[str, MXFP4Tensor] = {}
+    blocks: dict[str, dict[tuple[int, int], Tensor]] = {}
+    scales: dict[str, dict[tuple[int, int], Tensor]] = {}
+    for stem, fmt in packed_stems(reader).items():
+        names = tensors_of(stem, fmt=fmt)
+        place = arch.packed_slice(stem)
+        if fmt == "gpt-oss":
+            fused[stem] = MXFP4Tensor(blocks=reader.get(names[0]), scales=reader.get(names[1]), scale_mode=scale_mode)
+        elif place is not None and fmt == "mxfp4":
+            assert place.expert is not None
+            part = unpack(reader.get(names[0]), reader.get(names[1]), scale_mode=scale_mode)
+            blocks.setdefault(place.fused, {})[place.expert, place.part] = part.blocks
+            scales.setdefault(place.fused, {})[place.expert, place.part] = part.scales
+        elif fmt == "mxfp4" and not re.fullmatch(arch.shared, f"{arch.memory_module(stem)}.weight"):
+            raise ValueError(f"{directory}: {stem} is packed but is no routed expert of a {arch.name} model. Only experts may be MXFP4 here.")
+    for name in blocks:
+        fused[name] = MXFP4Tensor(blocks=join_experts(blocks[name], arch=arch, fused=name, where=str(directory)),
+                                  scales=join_experts(scales[name], arch=arch, fused=name, where=str(directory)), scale_mode=scale_mode)
+    if not fused:
         raise ValueError(f"{directory}: no packed expert found. Give a directory written by `kilotok export`.")
-    fused = {}
-    for name, pieces in parts.items():
-        num_experts = 1 + max(e for e, _ in pieces)
-        grid = [(e, p) for e in range(num_experts) for p in range(rows[name])]
-        missing = [g for g in grid if g not in pieces]
-        if missing:
-            raise ValueError(f"{directory}: {name}: expert {missing[0][0]}, part {missing[0][1]} is not in the files. The export is incomplete.")
-        ordered = [pieces[g] for g in grid]
-        fused[name] = MXFP4Tensor(
-            blocks=torch.stack([t.blocks for t in ordered]).unflatten(0, (num_experts, -1)).flatten(1, 2),
-            scales=torch.stack([t.scales for t in ordered]).unflatten(0, (num_experts, -1)).flatten(1, 2), scale_mode=scale_mode)
     return fused
 
 
@@ -99,15 +96,5 @@ def load_exported_model(directory: Path, *, dtype: torch.dtype) -> nn.Module:
     arch = find_arch(config.model_type, where=str(directory))
     if hasattr(config, "quantization_config"):
         del config.quantization_config   # the values are dequantized here; transformers must not do it again
-    reader = CheckpointReader(directory)
-    state = {name: t.dequantize(dtype=dtype) for name, t in read_exported_experts(directory, arch=arch).items()}
-    for name in reader.names:
-        if not name.endswith((f".{compressed_tensors.PACKED}", f".{compressed_tensors.SCALE}")):
-            state[name] = reader.get(name).to(dtype)
-    model = build_model(config, device="cpu").to(dtype)
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    if config.tie_word_embeddings and "lm_head.weight" in missing:
-        missing.remove("lm_head.weight")   # the head is the embedding
-    if missing or unexpected:
-        raise ValueError(f"{directory}: tensors do not fit the config: missing {missing[:3]}, unexpected {unexpected[:3]}.")
-    return model.eval()
+    state = dense_state(CheckpointReader(directory), arch=arch, dtype=dtype)
+    return model_from_state(config, state, dtype=dtype, where=str(directory))

@@ -54,6 +54,13 @@ class CheckpointReader:
             tensor: Tensor = f.get_tensor(name)
         return tensor
 
+    def rows(self, name: str, *, start: int, stop: int) -> Tensor:
+        """Part of a tensor along dim 0; only that part is read."""
+        with safe_open(self._file_of[name], framework="pt") as f:
+            part = f.get_slice(name)
+            tensor: Tensor = part[start:stop] if part.get_shape() else f.get_tensor(name)
+        return tensor
+
     def info(self, name: str) -> tuple[str, tuple[int, ...]]:
         """(safetensors dtype, shape) without reading the values."""
         with safe_open(self._file_of[name], framework="pt") as f:

@@ -2,14 +2,18 @@
 
 import json
 import pickle
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ...kernels.mx import ScaleMode
+from ..plan import PlanOptions
 
 WEIGHTS_PREFIX = "student."   # of the trained module inside a Lightning checkpoint
 RUN_METADATA = "meta.json"
@@ -51,6 +55,10 @@ class Run:
         return mode
 
     @property
+    def plan_options(self) -> PlanOptions:
+        return PlanOptions.from_json(self.meta["quant"])
+
+    @property
     def is_complete(self) -> bool:
         return self.step >= int(self.meta["max_steps"])
 
@@ -65,7 +73,7 @@ class Run:
     def export_metadata(self) -> dict[str, Any]:
         """What kilotok.json of the export says: how its numbers were made, and from what."""
         return {
-            "format": "mxfp4", "layout": "compressed-tensors", "scale_mode": self.scale_mode, "rounding": "ties to even",
+            "format": "mxfp4", "scale_mode": self.scale_mode, "rounding": "ties to even",
             "source_dtype": "bfloat16", "parent": self.meta["parent"], "quant": self.meta["quant"],
             "run": {"step": self.step, "max_steps": self.meta["max_steps"], "results": {k: self.meta.get(k) for k in ("round_to_nearest", "qat")}},
             "versions": self.meta["versions"],
@@ -87,12 +95,31 @@ def read_meta(directory: Path) -> dict[str, Any]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """The tensors of a training checkpoint, by their names there. Errors: ValueError when it is truncated or damaged."""
+    """The tensors of a training checkpoint, by their names there: a file, or a folder of shards, which is put together without a process group.
+
+    Errors: ValueError when it is truncated or damaged.
+    """
     try:
+        if path.is_dir():
+            return _read_shards(path)
         state: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["state_dict"]
-    except (RuntimeError, pickle.UnpicklingError, KeyError, EOFError, ValueError, OSError) as error:
+    except (RuntimeError, pickle.UnpicklingError, KeyError, EOFError, ValueError, OSError, dcp.CheckpointException) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path}: cannot be read as a checkpoint ({reason}). Remove it and continue the run with --resume.") from error
+    return state
+
+
+def _read_shards(path: Path) -> dict[str, Tensor]:
+    """The weights of a sharded checkpoint; the optimizer's state is left on the disk."""
+    prefix = "state_dict."
+    described = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {name.removeprefix(prefix): torch.empty(tensor.size, dtype=tensor.properties.dtype)
+             for name, tensor in described.items() if name.startswith(prefix) and isinstance(tensor, TensorStorageMetadata)}
+    if not state:
+        raise ValueError("no weights in its metadata")
+    with warnings.catch_warnings():   # of being alone, which is the intent
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load({"state_dict": state}, checkpoint_id=path, no_dist=True)
     return state
 
 

@@ -15,8 +15,8 @@ import torch
 
 from ...dflash.checkpoint import DRAFT_DIRECTORY, read_metadata
 from ...quant.checkpoint import CheckpointReader, sha256_of_weights
-from ...quant.checkpoint.compressed_tensors import PACKED, SCALE
 from ...quant.checkpoint.load import METADATA, read_export_metadata
+from ...quant.formats.mxfp4 import PACKED, SCALE
 from .stats import not_measured
 
 PACKAGES = ("kilotok", "torch", "transformers", "openai")

@@ -1,7 +1,7 @@
 """The QAT seam: attaching changes what the experts compute with, exactly, and nothing else."""
 
 import copy
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +10,12 @@ from cases import MODES, ScaleMode
 from tolerances import EXPERTS_EAGER_FP32, assert_equal, assert_within
 from torch import Tensor, nn
 from transformers import PretrainedConfig, Qwen3MoeConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-import kilotok.quant.experts as seam
-from kilotok.quant.archs import build_model, find_arch
-from kilotok.quant.experts import attach_fake_quant
-from kilotok.quant.plan import ExpertWeight, find_experts
+from kilotok.quant.archs import build_model
+from kilotok.quant.experts import AttachedQuant, attach_fake_quant
+from kilotok.quant.formats import MXFP4
+from kilotok.quant.plan import PlannedWeight, QuantPlan, make_plan
 from kilotok.quant.tensor import fake_quant_weight
 
 LAYERS, NUM_EXPERTS, VOCAB = 2, 5, 96
@@ -33,14 +34,18 @@ def tiny_model() -> nn.Module:
     return build_model(tiny_config(), device="cpu").eval()
 
 
-def experts_of(model: nn.Module) -> tuple[ExpertWeight, ...]:
-    experts = find_experts(model, arch=find_arch("qwen3_moe", where="test"))
-    assert [e.name for e in experts] == NAMES
-    return experts
+def plan_of(scale_mode: ScaleMode = "even") -> QuantPlan:
+    plan = make_plan(tiny_config(), scale_mode=scale_mode, where="test")
+    assert [w.name for w in plan.weights] == NAMES
+    return plan
+
+
+def attach(model: nn.Module, *, scale_mode: ScaleMode = "even") -> AttachedQuant:
+    return attach_fake_quant(model, plan=plan_of(scale_mode))
 
 
 def attached(model: nn.Module, *, scale_mode: ScaleMode = "even") -> nn.Module:
-    attach_fake_quant(model, experts=experts_of(model), scale_mode=scale_mode)
+    attach(model, scale_mode=scale_mode)
     return model
 
 
@@ -75,28 +80,28 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ScaleMode, Tensor]]:
     """Every fake-quantization from now on: name, rule and result."""
     calls: list[tuple[str, ScaleMode, Tensor]] = []
+    real = MXFP4.fake_quant
 
-    def counting(weight: Tensor, *, name: str, scale_mode: ScaleMode) -> Tensor:
-        result = fake_quant_weight(weight, name=name, scale_mode=scale_mode)
+    def counting(self: MXFP4, weight: Tensor, *, name: str, scale_mode: ScaleMode, **rest: Any) -> Tensor:
+        result = real(self, weight, name=name, scale_mode=scale_mode, **rest)
         calls.append((name, scale_mode, result))
         return result
 
-    monkeypatch.setattr(seam, "fake_quant_weight", counting)
+    monkeypatch.setattr(MXFP4, "fake_quant", counting)
     return calls
 
 
 def record_weight_dtypes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """The dtypes of the expert weights that the product receives from now on."""
     dtypes: list[torch.dtype] = []
-    original = seam.experts_function
+    grouped = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
 
-    def recording(name: str) -> Callable[..., Tensor]:
-        def function(module: Any, *args: Any) -> Tensor:
-            dtypes.extend((module.gate_up_proj.dtype, module.down_proj.dtype))
-            return original(name)(module, *args)
-        return function
+    def recording(module: Any, *args: Any) -> Tensor:
+        dtypes.extend((module.gate_up_proj.dtype, module.down_proj.dtype))
+        result: Tensor = grouped(module, *args)
+        return result
 
-    monkeypatch.setattr(seam, "experts_function", recording)
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", recording)
     return dtypes
 
 
@@ -182,7 +187,7 @@ def test_an_expert_without_tokens_is_quantized_and_gets_zero_gradient(monkeypatc
     got.backward()
     assert len(chosen) == LAYERS and all(set(c.unique().tolist()) == {0, 1, 2, 3} for c in chosen)
     for name, _, values in calls:
-        assert_equal(values[4], fake_quant_weight(state[name][4], name=name, scale_mode="even"), what=name)
+        assert_equal(values[4], fake_quant_weight(state[name][4], name=name, scale_mode="even").to(values.dtype), what=name)
         assert not torch.equal(values[4].float(), state[name][4])
     for name in NAMES:
         gradient = model.get_parameter(name).grad
@@ -256,7 +261,7 @@ def test_experts_that_are_not_listed_stay_as_they_are() -> None:
     for name in NAMES[2:]:
         module, leaf = name.rsplit(".", 1)
         expected.get_submodule(module)._parameters[leaf] = nn.Parameter(state[name])
-    attach_fake_quant(model, experts=experts_of(model)[:2], scale_mode="even")
+    attach_fake_quant(model, plan=replace(plan_of(), weights=plan_of().weights[:2]))
     with torch.no_grad():
         assert_equal(logits(model, tokens()), logits(expected, tokens()))
 
@@ -274,10 +279,10 @@ def test_fp32_stays_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bf16_model_computes_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model().to(torch.bfloat16)
     expected = replaced(snapshot(model), dtype=torch.bfloat16).to(torch.bfloat16)
-    attached(model)
-    dtypes = record_weight_dtypes(monkeypatch)
     with torch.no_grad():
-        assert_equal(logits(model, tokens()), logits(expected, tokens()))
+        wanted = logits(expected, tokens())
+        dtypes = record_weight_dtypes(monkeypatch)
+        assert_equal(logits(attached(model), tokens()), wanted)
     assert dtypes == [torch.bfloat16] * len(NAMES)
 
 
@@ -313,15 +318,15 @@ def test_bf16_autocast_logits_are_exactly_those_of_bf16_experts() -> None:
 # --- refusals ---
 
 
-def test_an_empty_list_is_refused() -> None:
-    model = tiny_model()
-    with pytest.raises(ValueError, match="at least one expert weight is needed"):
-        attach_fake_quant(model, experts=[], scale_mode="even")
+def test_an_empty_plan_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one weight is needed"):
+        attach_fake_quant(tiny_model(), plan=replace(plan_of(), weights=()))
 
 
 def test_a_module_that_is_not_there_is_refused() -> None:
+    stranger = PlannedWeight(name="model.layers.7.mlp.experts.down_proj", shape=(5, 64, 32))
     with pytest.raises(AttributeError, match="7"):
-        attach_fake_quant(tiny_model(), experts=[ExpertWeight(name="model.layers.7.mlp.experts.down_proj", shape=(5, 64, 32))], scale_mode="even")
+        attach_fake_quant(tiny_model(), plan=replace(plan_of(), weights=(stranger,)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -336,6 +341,8 @@ def test_nan_and_infinity_in_a_master_stop_the_forward(name: str, value: float) 
 
 
 def test_an_unknown_scale_mode_stops_the_forward() -> None:
-    bad: Any = "mse"
-    with pytest.raises(ValueError, match=f"(?s){NAMES[0]}.*got 'mse'"):
-        logits(attached(tiny_model(), scale_mode=bad), tokens())
+    bad: Any = "nearest"
+    model = tiny_model()
+    attach_fake_quant(model, plan=replace(plan_of(), scale_mode=bad))
+    with pytest.raises(ValueError, match=f"(?s){NAMES[0]}.*got 'nearest'"):
+        logits(model, tokens())

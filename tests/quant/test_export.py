@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import MODES, ScaleMode
 from conftest import finished_run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,6 +19,7 @@ from kilotok.quant.archs import load_config, load_model
 from kilotok.quant.checkpoint import CheckpointReader, disk, export_run, inspect_directory, load_exported_model, read_exported_experts
 from kilotok.quant.checkpoint import export as export_module
 from kilotok.quant.experts import attach_fake_quant
+from kilotok.quant.formats import MXFP4
 from kilotok.quant.plan import make_plan
 from kilotok.quant.tensor import fake_quant_weight
 from kilotok.runtime.cli import main as kilotok
@@ -51,13 +53,13 @@ def assert_nothing_left(folder: Path, *, before: set[Path]) -> None:
     assert sorted(set(folder.rglob("*")) - before) == []
 
 
-@pytest.mark.parametrize("scale_mode", ["even", "floor", "rceil"])
-def test_transformers_with_compressed_tensors_reads_exactly_the_weights_of_training(tmp_path: Path, tiny_moe: Path, scale_mode: str) -> None:
+@pytest.mark.parametrize("scale_mode", MODES)
+def test_transformers_with_compressed_tensors_reads_exactly_the_weights_of_training(tmp_path: Path, tiny_moe: Path, scale_mode: ScaleMode) -> None:
     trained = write_run(tmp_path / "run", tiny_moe, scale_mode=scale_mode)
     export_run(tmp_path / "run", tmp_path / "out")
     theirs = load_with_compressed_tensors(tmp_path / "out")
     ours = load_model(tiny_moe, dtype=torch.float32)
-    plan = make_plan(load_config(tiny_moe), scale_mode=scale_mode, where="test")  # type: ignore[arg-type]
+    plan = make_plan(load_config(tiny_moe), scale_mode=scale_mode, where="test")
     assert sorted(e.name for e in plan.experts) == sorted(EXPERTS)
     parameters = dict(ours.named_parameters())
     with torch.no_grad():
@@ -65,12 +67,12 @@ def test_transformers_with_compressed_tensors_reads_exactly_the_weights_of_train
             parameters[name].copy_(w)
     state = theirs.state_dict()
     for name, w in trained.items():
-        expected = fake_quant_weight(w, name=name, scale_mode=scale_mode).float()  # type: ignore[arg-type]
+        expected = fake_quant_weight(w, name=name, scale_mode=scale_mode).float()
         assert torch.equal(state[name], expected), name
     for name, w in parameters.items():
         if name not in trained:
             assert torch.equal(state[name], w), name
-    attach_fake_quant(ours, experts=plan.experts, scale_mode=scale_mode)  # type: ignore[arg-type]
+    attach_fake_quant(ours, plan=plan)
     ids = torch.randint(4, 4096, (3, 40))
     with torch.no_grad():
         # the same weights through the same operations in the same order: equal to the bit
@@ -367,16 +369,16 @@ def test_a_killed_export_is_cleaned_up_by_the_next(run: tuple[Path, dict[str, to
 
 def test_a_difference_on_re_reading_stops_the_export(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the verification is for: one flipped nibble between training and disk."""
-    real = export_module.compressed_tensors.to_disk
+    real = MXFP4.to_disk
 
-    def flip(tensor: object, *, name: str) -> dict[str, torch.Tensor]:
-        tensors = real(tensor, name=name)  # type: ignore[arg-type]
+    def flip(self: MXFP4, weight: torch.Tensor, *, name: str, scale_mode: ScaleMode) -> dict[str, torch.Tensor]:
+        tensors = real(self, weight, name=name, scale_mode=scale_mode)
         if name.endswith("layers.1.mlp.experts.0.down_proj.weight"):
             tensors[name.replace(".weight", ".weight_packed")][5, 7] ^= 0x70
         return tensors
 
-    monkeypatch.setattr(export_module.compressed_tensors, "to_disk", flip)
+    monkeypatch.setattr(MXFP4, "to_disk", flip)
     before = set(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts\.down_proj: 1 of 8192 values differ from training; first at \(0, 5, 15\)"):
+    with pytest.raises(ValueError, match=r"experts\.0\.down_proj\.weight: 1 of 2048 values differ from training; first at \(5, 15\)"):
         export_run(run[0], tmp_path / "out")
     assert_nothing_left(tmp_path, before=before)

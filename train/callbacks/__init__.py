@@ -1,7 +1,9 @@
 """Pieces that the Lightning trainer calls."""
 
 from .atomic_io import AtomicCheckpointIO
+from .coverage import CountExperts
+from .final import FinalFigures
 from .heldout import HeldoutFigures
 from .metrics_csv import MetricsCSV
 
-__all__ = ["AtomicCheckpointIO", "HeldoutFigures", "MetricsCSV"]
+__all__ = ["AtomicCheckpointIO", "CountExperts", "FinalFigures", "HeldoutFigures", "MetricsCSV"]
