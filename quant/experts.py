@@ -190,10 +190,14 @@ class _Seam:
                 return tensor
 
             size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+            version = self.module._parameters[weight.leaf]._version   # type: ignore[union-attr]
 
             def again() -> Tensor:
                 master = self.module._parameters[weight.leaf]
                 assert master is not None, weight.name
+                if master._version != version:   # as autograd itself says of a tensor it holds
+                    raise RuntimeError(f"{weight.name}: must not change between forward and backward with quant.backward: recompute; got another version. "
+                                       "Step the optimizer after backward, or set quant.backward: keep.")
                 return self._quantize(weight, master, dtype=dtype).as_strided(size, stride, offset)
 
             return _Note(again)

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import uvicorn
 
 from .engine import Engine
-from .server import Served, create_app
+from .server.app import create_app
+from .server.served import Served
 
 GRACE_S = 3.0        # answers under way may take so long after a signal to stop
 FORCED_AFTER_S = 5   # then connections are dropped whose clients do not read

@@ -22,7 +22,8 @@ from kilotok.dflash.generate import TargetStep
 from kilotok.dflash.sampling import Sampling, choose_tokens
 from kilotok.runtime.engine import Engine
 from kilotok.runtime.serve import bind
-from kilotok.runtime.server import Served, create_app
+from kilotok.runtime.server.app import create_app
+from kilotok.runtime.server.served import Served
 
 TOKENIZER = AutoTokenizer.from_pretrained(POCKET)
 VOCAB_SIZE = 512     # of the model: the tokenizer's first tokens, bytes and short words; noise for all of them would be most of the tests' time

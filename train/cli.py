@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: train: unknown command {args[0]!r}. There is: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     args = ["--print_config" if a == "--print-config" else a for a in args]
-    flags = {f for f in ("--resume", "--print_config", "--sensitivity") if f in args}
+    flags: set[str] = {f for f in ("--resume", "--print_config", "--sensitivity") if f in args}
     rest = [a for a in args[1:] if a not in flags]
     try:
         if "--sensitivity" in flags and args[0] != "qat":

@@ -30,10 +30,11 @@ LOGGED = ("loss", "kl", "cross_entropy", "lr")   # and hidden_mse, with a weight
 class QATModule(L.LightningModule):
     """Student, frozen parent, loss and optimizer. Checkpoints hold the student's trained tensors only."""
 
-    def __init__(self, recipe: QATRecipe, *, student: nn.Module, parent: nn.Module, plan: QuantPlan, source: ParameterSource | None = None) -> None:
-        """source: where the values of both models come from when they are on `meta`, to be sharded."""
+    def __init__(self, recipe: QATRecipe, *, student: nn.Module, parent: nn.Module, plan: QuantPlan, parent_dtype: torch.dtype,
+                 source: ParameterSource | None = None) -> None:
+        """parent_dtype: of the parent's files. source: where the values of both models come from when they are on `meta`, to be sharded."""
         super().__init__()
-        self._source, self._is_sharded = source, False
+        self.parent_dtype, self._source, self._is_sharded = parent_dtype, source, False
         self.recipe, self.plan = recipe, plan
         self.strict_loading = False   # the checkpoint holds the trained tensors only
         self.student = student
@@ -115,10 +116,9 @@ class QATModule(L.LightningModule):
     def round_as_exported(self) -> None:
         """Give tensors trained beside the planned ones the values the export will write, so that what is measured is what ships."""
         planned = {w.name for w in self.plan.weights}
-        dtype = self.student.config.dtype or torch.bfloat16   # type: ignore[union-attr]
         for name, parameter in self.student.named_parameters():
             if parameter.requires_grad and name not in planned:
-                parameter.copy_(parameter.to(dtype))
+                parameter.copy_(parameter.to(self.parent_dtype))
 
 
 def enable_checkpointing(model: nn.Module) -> None:

@@ -92,6 +92,7 @@ def _train(recipe: QATRecipe, *, checkpoint: Path | None, main: dict[str, Any] |
     """Train and measure one model; returns RUN/meta.json, which has all figures but the control's."""
     run_dir, model_dir, t = Path(recipe.run), Path(recipe.model), recipe.trainer
     config = load_config(model_dir)
+    stored_dtype: torch.dtype = config.dtype or torch.bfloat16   # before transformers overwrites it with the dtype it loads in
     check_config(config, recipe=recipe)
     plan = make_plan(config, scale_mode=recipe.quant.scale_mode, where=recipe.model, options=_plan_options(recipe))
     rank_zero_print(plan.table())
@@ -106,11 +107,11 @@ def _train(recipe: QATRecipe, *, checkpoint: Path | None, main: dict[str, Any] |
     if sharded:   # nothing is read here: each rank reads its own pieces when the processes are connected
         source = ParameterSource(CheckpointReader(model_dir), config=config, arch=plan.arch)
         parent, student = (empty_model(config, dtype=dtype) for dtype in (parent_dtype, torch.float32))
-        module = QATModule(recipe, student=student, parent=parent, plan=plan, source=source)
+        module = QATModule(recipe, student=student, parent=parent, plan=plan, parent_dtype=stored_dtype, source=source)
     else:
         parent = load_model(model_dir, dtype=parent_dtype)
         require_finite(parent)
-        module = QATModule(recipe, student=load_model(model_dir, dtype=torch.float32), parent=parent, plan=plan)
+        module = QATModule(recipe, student=load_model(model_dir, dtype=torch.float32), parent=parent, plan=plan, parent_dtype=stored_dtype)
     trained_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     checkpoints = 3 if recipe.baselines.control else 2   # one is kept while the next is written, or the control's two
     require_free_space(run_dir, num_bytes=checkpoints * 3 * trained_bytes, what=f"train qat ({checkpoints} checkpoints of weights and optimizer)")
@@ -189,7 +190,7 @@ def _plan_options(recipe: QATRecipe) -> PlanOptions:
 
 def _open_run(run_dir: Path, *, recipe: QATRecipe, plan: QuantPlan, model_dir: Path, text_sha256: str, main: dict[str, Any] | None) -> dict[str, Any]:
     """RUN/meta.json, new or as it was. main: that of the run this is the control of, which must be of the same parent and text."""
-    fresh = {
+    fresh: dict[str, Any] = {
         "kind": "qat", "status": "running", "max_steps": recipe.trainer.max_steps, "parent": parent_record(model_dir),
         "quant": {"format": "mxfp4", "scale_mode": recipe.quant.scale_mode, "source_dtype": str(SOURCE_DTYPE).removeprefix("torch."),
                   "trainable": recipe.quant.trainable, "backward": recipe.quant.backward, "activations": recipe.quant.activations, **plan.options.to_json()},

@@ -74,7 +74,7 @@ def _differences(runs: Sequence[FinishedRun]) -> list[str]:
     """What the runs do not share, beside their seed and place."""
     def shared(run: FinishedRun) -> dict[str, Any]:
         flat = dict(_flatten(run.recipe))
-        for own in ("run", "model", "trainer.seed"):
+        for own in ("run", "model", "trainer.seed", "baselines.scale_modes", "baselines.control"):   # measured beside the training, not part of it
             flat.pop(own, None)
         return {**flat, "the parent": run.meta["parent"]["sha256"], "the text": run.meta["text_sha256"]}
 

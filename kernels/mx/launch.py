@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .format import MX_BLOCK_SIZE, SCALE_MODES, ScaleMode
 
-BLOCKS, ROW_WARPS = 128, 4
+BLOCKS, ROW_WARPS = 64, 4
 COLUMNS, COLUMN_WARPS = 64, 1
 _MAX_COLUMNS = 2**25   # 31 * columns + COLUMNS, the offset inside a tile, is an int32
 

@@ -82,7 +82,7 @@ class MoEArch:
         return module if self.renamed is None else module.replace(*self.renamed)
 
     def memory_module(self, module: str) -> str:
-        return module if self.renamed is None else module.replace(*reversed(self.renamed))
+        return module if self.renamed is None else module.replace(self.renamed[1], self.renamed[0])
 
     def disk_names(self, fused_name: str, *, num_experts: int) -> list[list[str]]:
         """[expert][part] names of one fused weight, one tensor an expert and projection; those of an export where the parent stores it fused."""

@@ -97,7 +97,7 @@ def model_from_state(config: Any, state: dict[str, torch.Tensor], *, dtype: torc
 
     Errors: ValueError naming tensors that are missing, left over or of another shape.
     """
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
         model, report = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
     except RuntimeError as error:   # transformers reports shapes that do not fit so

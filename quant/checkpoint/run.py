@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from ...kernels.mx import ScaleMode
 from ..plan import PlanOptions
@@ -103,7 +105,7 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
         if path.is_dir():
             return _read_shards(path)
         state: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["state_dict"]
-    except (RuntimeError, pickle.UnpicklingError, KeyError, EOFError, ValueError, OSError, dcp.CheckpointException) as error:
+    except (RuntimeError, pickle.UnpicklingError, KeyError, EOFError, ValueError, OSError, CheckpointException) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path}: cannot be read as a checkpoint ({reason}). Remove it and continue the run with --resume.") from error
     return state
@@ -112,14 +114,14 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
 def _read_shards(path: Path) -> dict[str, Tensor]:
     """The weights of a sharded checkpoint; the optimizer's state is left on the disk."""
     prefix = "state_dict."
-    described = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    described = FileSystemReader(path).read_metadata().state_dict_metadata
     state = {name.removeprefix(prefix): torch.empty(tensor.size, dtype=tensor.properties.dtype)
              for name, tensor in described.items() if name.startswith(prefix) and isinstance(tensor, TensorStorageMetadata)}
     if not state:
         raise ValueError("no weights in its metadata")
     with warnings.catch_warnings():   # of being alone, which is the intent
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load({"state_dict": state}, checkpoint_id=path, no_dist=True)
+        load_shards({"state_dict": state}, checkpoint_id=path, no_dist=True)
     return state
 
 

@@ -27,7 +27,7 @@ class ParameterSource:
         for memory, names in self._disk.items():
             if len(names) > 1 and memory in state:   # merged on loading: the order of the parts is transformers'
                 order = list(to_disk_state(model, {memory: state[memory]}))
-                names.sort(key=lambda n, order=order: order.index(n) if n in order else len(order))
+                names.sort(key=dict(zip(order, range(len(order)), strict=True)).__getitem__)
 
     def read(self, name: str, *, start: int, stop: int, shape: torch.Size) -> Tensor:
         """Rows start..stop of a parameter whose whole shape is `shape`. Errors: ValueError for a tensor that is not there or does not fit."""
@@ -59,7 +59,7 @@ def load_sharded(model: nn.Module, *, source: ParameterSource, rank: int, world:
             initialize(module)
     for name, parameter in model.named_parameters():
         sharded = hasattr(parameter, "to_local")
-        local = parameter.to_local() if sharded else parameter   # type: ignore[operator]
+        local: Tensor = parameter.to_local() if sharded else parameter   # type: ignore[attr-defined]
         rows = -(-parameter.shape[0] // world) if sharded else parameter.shape[0]
         start = min(rank * rows, parameter.shape[0]) if sharded else 0
         piece = source.read(name, start=start, stop=start + local.shape[0], shape=parameter.shape)

@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", required=True, help="SmolLM2-135M-Instruct: the GGUF file or a Hugging Face directory")
     parser.add_argument("--out", type=Path, required=True, help="folder to write; it must not exist")
-    parser.add_argument("--qat-steps", type=int, default=150, help="steps of 32,768 tokens (default 150)")
+    parser.add_argument("--qat-steps", type=int, default=300, help="steps of 8,192 tokens (default 300)")
     parser.add_argument("--build", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of build.yaml: heal.max_steps=0")
     parser.add_argument("--qat", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of qat.yaml: trainer.batch_size=32")
     args = parser.parse_args()
@@ -37,7 +37,7 @@ def main() -> None:
     moe, run, exported = (str(args.out / name) for name in ("moe", "run", "mxfp4"))
     stage("1. The mixture of experts", "train", "build-moe", str(HERE / "build.yaml"), "--source", args.source, "--out", moe, *(f"--{o}" for o in args.build))
     stage("2. A short QAT", "train", "qat", str(HERE / "qat.yaml"), "--model", moe, "--run", run, "--trainer.max_steps", str(args.qat_steps),
-          "--trainer.checkpoint_every_steps", str(args.qat_steps), "--trainer.val_every_steps", "null", *(f"--{o}" for o in args.qat))
+          "--trainer.checkpoint_every_steps", str(args.qat_steps), *(f"--{o}" for o in args.qat))
     stage("3. Export", "runtime", "export", run, exported)
     stage("4. What the directory holds", "runtime", "inspect", exported)
     print(f"\n{args.out}: {time.time() - began:.0f} s in all", flush=True)

@@ -1,6 +1,1 @@
-"""OpenAI-compatible HTTP over the engine."""
-
-from .app import create_app
-from .served import Served
-
-__all__ = ["Served", "create_app"]
+"""The OpenAI-compatible server. Nothing is imported here: `served` is needed without the server's packages, `app` needs them."""

@@ -256,7 +256,7 @@ def test_a_fault_is_a_flag_where_one_is_given(name: str) -> None:
 def test_what_a_format_cannot_hold(fmt: NumberFormat) -> None:
     problem = fmt.problem((64, 48))
     assert (problem is not None) == fmt.name.startswith("mxfp")
-    assert problem is None or "multiple of 32" in problem and "got 48" in problem
+    assert problem is None or ("multiple of 32" in problem and "got 48" in problem)
     assert fmt.problem((48, 64)) is None
 
 

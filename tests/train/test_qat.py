@@ -27,10 +27,12 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
 def test_run_directory_holds_recipe_meta_checkpoint_and_metrics(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(["qat", str(tiny_recipe)]) == 0
     run = tmp_path / "run"
-    assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "meta.json", "metrics.csv", "recipe.yaml"]
+    assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "meta.json", "metrics.csv", "recipe.yaml", "report.md"]
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000006.ckpt"]
     meta = json.loads((run / "meta.json").read_text())
-    assert meta["status"] == "complete" and meta["quant"] == {"format": "mxfp4", "scale_mode": "even", "source_dtype": "bfloat16", "trainable": "experts"}
+    assert meta["status"] == "complete"
+    assert {"format": "mxfp4", "scale_mode": "even", "source_dtype": "bfloat16", "trainable": "experts", "experts": "mxfp4", "keep": []}.items() \
+        <= meta["quant"].items()
     assert len(meta["parent"]["sha256"]) == 64 and meta["versions"]["torch"] == torch.__version__
     rows = list(csv.DictReader((run / "metrics.csv").open()))
     assert [int(r["step"]) for r in rows] == [1, 2, 3, 4, 5, 6] and all(float(r["kl"]) > 0 for r in rows)

@@ -3,6 +3,8 @@
 import csv
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +136,18 @@ def test_the_room_for_the_control_s_checkpoints_is_asked_for_beforehand(tiny_rec
     for control in ("false", "true"):
         assert train(["qat", str(tiny_recipe), "--baselines.control", control]) == 2
     assert asked[1] == asked[0] * 3 // 2
+
+
+def test_two_devices_train_the_control_after_the_run(tiny_recipe: Path, tmp_path: Path) -> None:
+    """Both processes go on from the one training to the other, and both come back after a kill between the two."""
+    command = [sys.executable, "-m", "kilotok.train.cli", "qat", str(tiny_recipe), "--trainer.max_steps", "1", "--trainer.devices", "2",
+               "--baselines.control", "true"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("held-out text ") == 1 and "control: bf16, trained" in done.stdout
+    whole = meta_of(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "control")
+    (tmp_path / "run" / "meta.json").write_text(json.dumps({**{k: v for k, v in whole.items() if k != "control"}, "status": "running"}))
+    again = subprocess.run([*command, "--resume"], capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert meta_of(tmp_path / "run")["control"] == whole["control"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kilotok.train.config import DataConfig, LossConfig, OptimConfig, QATRecipe, QuantConfig, Source, TrainerConfig
+from kilotok.train.config import BaselinesConfig, DataConfig, LossConfig, OptimConfig, QATRecipe, QATTrainerConfig, QuantConfig, Source
 from kilotok.train.recipe import RecipeError, load_recipe, option_names, to_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -15,12 +15,15 @@ QAT_RECIPES = sorted(p for p in (ROOT / "recipes").rglob("*.yaml") if "quant" in
 
 OPTIONS = [   # frozen: a renamed option breaks recipes and command lines that people have
     "model", "run",
-    "quant", "quant.scale_mode", "quant.trainable",
-    "loss", "loss.kl_weight", "loss.ce_weight", "loss.chunk_rows",
+    "quant", "quant.scale_mode", "quant.trainable", "quant.backward", "quant.experts", "quant.keep", "quant.keep_format", "quant.sensitivity",
+    "quant.bits_per_weight", "quant.granularity", "quant.shared_experts", "quant.attention", "quant.router", "quant.activations", "quant.expected",
+    "loss", "loss.kl_weight", "loss.ce_weight", "loss.hidden_mse_weight", "loss.hidden_layers", "loss.chunk_rows", "loss.teacher_offload",
     "optim", "optim.lr", "optim.betas", "optim.weight_decay", "optim.warmup_steps", "optim.final_lr_ratio", "optim.max_grad_norm",
     "data", "data.train", "data.heldout", "data.sequence_length", "data.heldout_rows",
     "trainer", "trainer.max_steps", "trainer.batch_size", "trainer.accumulate_grad_batches", "trainer.precision", "trainer.accelerator",
     "trainer.devices", "trainer.checkpoint_every_steps", "trainer.log_every_steps", "trainer.val_every_steps", "trainer.wandb_project", "trainer.seed",
+    "trainer.strategy", "trainer.num_nodes", "trainer.gradient_checkpointing",
+    "baselines", "baselines.scale_modes", "baselines.control",
 ]
 SOURCE_KEYS = ["domain", "weight", "stdlib", "hub", "hub_config", "split", "path", "text", "prompt", "response", "tools", "documents", "part"]
 
@@ -79,7 +82,7 @@ def test_recipe_of_the_repository_loads(path: Path) -> None:
 def test_a_file_names_only_what_differs(tmp_path: Path) -> None:
     recipe = load(tmp_path, changed("trainer.max_steps", 7))
     assert recipe == QATRecipe(
-        model="m", run="r", quant=QuantConfig(), loss=LossConfig(), optim=OptimConfig(), trainer=TrainerConfig(max_steps=7),
+        model="m", run="r", quant=QuantConfig(), loss=LossConfig(), optim=OptimConfig(), trainer=QATTrainerConfig(max_steps=7), baselines=BaselinesConfig(),
         data=DataConfig(train=[Source(domain="code", path="x.jsonl", text="text"), Source(domain="math", hub="h", prompt="q")],
                         heldout=[Source(domain="code", stdlib=True)]))
 
@@ -99,7 +102,7 @@ def test_unknown_key_names_the_nearest(tmp_path: Path, key: str, nearest: str) -
 
 def test_unknown_key_without_a_near_one_lists_them_all(tmp_path: Path) -> None:
     assert message(tmp_path, changed("zzzqqq", 1)) == \
-        f"{tmp_path / 'r.yaml'}: unknown key 'zzzqqq'. Valid: data, loss, model, optim, quant, run, trainer."
+        f"{tmp_path / 'r.yaml'}: unknown key 'zzzqqq'. Valid: baselines, data, loss, model, optim, quant, run, trainer."
 
 
 @pytest.mark.parametrize(("option", "nearest"), [
@@ -146,7 +149,7 @@ def test_wrong_type_names_the_key_and_the_value(tmp_path: Path, key: str, value:
     ("trainer.max_steps", -1, "trainer.max_steps: must be positive; got -1."),
     ("trainer.batch_size", 0, "trainer.batch_size: must be positive; got 0."),
     ("loss.chunk_rows", 0, "loss.chunk_rows: must be positive; got 0."),
-    ("loss.kl_weight", 0.0, "loss: kl_weight and ce_weight must not both be zero; got 0.0 and 0.0. There would be nothing to train on."),
+    ("loss.kl_weight", 0.0, "loss: kl_weight, ce_weight and hidden_mse_weight must not all be zero; got 0.0, 0.0 and 0.0. There would be nothing to train on."),
     ("optim.lr", -1.0, "optim.lr: must be positive; got -1.0."),
     ("data.sequence_length", 0, "data.sequence_length: must be positive; got 0."),
     ("data.heldout_rows", -2, "data.heldout_rows: must be positive; got -2."),
@@ -162,8 +165,8 @@ def test_invalid_value_gives_the_config_s_message(tmp_path: Path, key: str, valu
 def test_scale_mode_names_the_valid_ones(tmp_path: Path) -> None:
     said = message(tmp_path, changed("quant.scale_mode", "foo"))
     assert "quant.scale_mode" in said and "foo" in said
-    assert all(mode in said for mode in ("even", "floor", "rceil"))
-    with pytest.raises(ValueError, match=r"^quant.scale_mode: must be one of even, floor, rceil; got 'foo'\.$"):
+    assert all(mode in said for mode in ("even", "floor", "rceil", "mse"))
+    with pytest.raises(ValueError, match=r"^quant.scale_mode: must be one of even, floor, rceil, mse; got 'foo'\.$"):
         QuantConfig(scale_mode="foo")   # type: ignore[arg-type]
 
 
