@@ -17,7 +17,7 @@ demo: $(STAMP)
 	$(BIN)/python recipes/pocket/demo.py --out build/demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     if args[:1] == ["train"]:
         return _exec_train(args[1:])
     parser = argparse.ArgumentParser(prog="kilotok", description="MXFP4 experts, a DFlash draft head, a server: export, inspect, serve, validate.")
-    parser.add_argument("--version", action="version", version=f"kilotok {importlib.metadata.version('kilotok')}")
+    parser.add_argument("--version", action="version", version=f"kilotok {_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="write a run's weights as a Hugging Face directory with packed experts")
     export.add_argument("run", type=Path, help="run directory of `train qat`; one of `train dflash-distill` gives the draft of its newest checkpoint")
@@ -76,6 +76,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _version() -> str:
+    try:
+        return importlib.metadata.version("kilotok")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed as a package"
+
+
 def _export(run_dir: Path, out: Path, *, parent: Path | None) -> None:
     if (run_dir / RUN_METADATA).is_file() and read_meta(run_dir)["kind"] == DRAFT_RUN:
         step = export_draft(run_dir, out)
@@ -89,6 +96,8 @@ def _export(run_dir: Path, out: Path, *, parent: Path | None) -> None:
     print(f"{result.directory}: {result.expert_tensors} expert tensors packed, {result.kept_tensors} kept as they were{rounded}; "
           f"re-read: all {result.expert_weights:,} expert weights equal those training computed with, all other tensors what was to be written; "
           f"{result.bytes_before / 1e6:.2f} MB -> {result.bytes_after / 1e6:.2f} MB")
+    for warning in result.warnings:
+        print(f"warning: {warning}")
 
 
 def _serve(options: argparse.Namespace) -> None:

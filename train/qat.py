@@ -94,7 +94,8 @@ class QATModule(L.LightningModule):
             figures["hidden_mse"] = distance.detach()
             loss = loss + w.hidden_mse_weight * distance
         if not bool(torch.isfinite(loss.detach())):
-            raise ValueError(f"train qat: the loss is {float(loss)} at step {self.global_step}: the run has diverged. Start a new --run with a lower optim.lr.")
+            raise ValueError(f"train qat: the loss is {float(loss.detach())} at step {self.global_step}: the run has diverged. "
+                             "Start a new --run with a lower optim.lr.")
         lr = self.trainer.optimizers[0].param_groups[0]["lr"]
         everywhere = self.trainer.world_size > 1   # figures are means over all rows of the step
         self.log("loss", loss.detach(), prog_bar=True, sync_dist=everywhere)

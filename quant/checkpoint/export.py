@@ -22,7 +22,7 @@ from .check import require_fitting_parent
 from .disk import new_directory, refuse_existing, require_free_space, share
 from .load import METADATA
 from .packing import ParentTensors, join_experts, packed_stems, read_packed
-from .quantization_config import quantization_config
+from .quantization_config import quantization_config, reader_warnings
 from .reader import INDEX, SINGLE, CheckpointReader, sha256_of_weights
 from .run import Run
 
@@ -42,6 +42,7 @@ class ExportResult:
     rounded_tensors: int         # trained beside the experts, written in the parent's dtype
     bytes_before: int            # weight files of the parent
     bytes_after: int             # weight files of the export
+    warnings: tuple[str, ...]    # readers that do not take this mix of formats
 
 
 def export_run(run_dir: Path, out: Path, *, parent_dir: Path | None = None) -> ExportResult:
@@ -85,7 +86,7 @@ def export_run(run_dir: Path, out: Path, *, parent_dir: Path | None = None) -> E
         rounded = sum(tensors.is_trained(n) or tensors.planned(n) is not None for n in others)
         result = ExportResult(directory=out, expert_tensors=len(reader.names) - len(others), expert_weights=expert_weights,
                               kept_tensors=len(others) - rounded, rounded_tensors=rounded,
-                              bytes_before=reader.num_bytes, bytes_after=written.num_bytes)
+                              bytes_before=reader.num_bytes, bytes_after=written.num_bytes, warnings=reader_warnings(plan))
     return result
 
 

@@ -40,6 +40,20 @@ def quantization_config(plan: QuantPlan, *, reader: CheckpointReader, packed: se
             "config_groups": groups, "ignore": sorted(ignored, key=natural), "kv_cache_scheme": None}
 
 
+def reader_warnings(plan: QuantPlan) -> tuple[str, ...]:
+    """Who cannot read what this plan mixes, each a sentence; measured with transformers 5.24.0 and compressed-tensors 0.20.1."""
+    kept = {w.module: set[str]() for w in plan.experts}
+    for w in plan.experts:
+        kept[w.module].add(w.format)
+    if plan.arch.layout != "compressed-tensors" or all(formats == {"mxfp4"} for formats in kept.values()):
+        return ()
+    if any(len(formats) > 1 for formats in kept.values()):
+        return ("one layer holds experts of two formats: transformers 5.24 loads such a directory WRONG (random weights, only a warning), and vLLM "
+                "has one scheme a layer. Read it with kilotok alone, or keep whole layers.",)
+    return ("some layers keep their experts at higher precision: transformers 5.24 with compressed-tensors refuses such a directory; kilotok reads it, "
+            "and vLLM is told by `ignore`, which was not run here.",)
+
+
 def _targets(plan: QuantPlan, weights: list[PlannedWeight], *, fmt: str) -> list[str]:
     targets = []
     experts = [w for w in weights if w.role == "experts"]

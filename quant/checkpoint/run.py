@@ -77,7 +77,8 @@ class Run:
         return {
             "format": "mxfp4", "scale_mode": self.scale_mode, "rounding": "ties to even",
             "source_dtype": "bfloat16", "parent": self.meta["parent"], "quant": self.meta["quant"],
-            "run": {"step": self.step, "max_steps": self.meta["max_steps"], "results": {k: self.meta.get(k) for k in ("round_to_nearest", "qat")}},
+            "run": {"step": self.step, "max_steps": self.meta["max_steps"],
+                    "results": {k: self.meta.get(k) for k in ("round_to_nearest", "round_to_nearest_modes", "control", "qat")}},
             "versions": self.meta["versions"],
         }
 

@@ -23,6 +23,7 @@ from kilotok.quant.checkpoint.packing import packed_stems
 from kilotok.quant.experts import attach_fake_quant
 from kilotok.quant.formats import find_format
 from kilotok.quant.plan import PlanOptions, QuantPlan, make_plan
+from kilotok.runtime.cli import main as kilotok
 
 IDS = torch.randint(4, 4096, (2, 12), generator=torch.Generator().manual_seed(5))
 WIDE = {"hidden_size": 256, "head_dim": 64}   # more than one FP8 tile
@@ -179,3 +180,11 @@ def test_attention_and_router_of_every_family_read_back(name: str, fmt: str, tmp
     assert any(w.role == "attention" for w in plan.weights) and any(w.role == "router" for w in plan.weights)
     assert differing(load_exported_model(tmp_path / "out", dtype=torch.float32), values) == []
     assert all(not torch.equal(values[w.name], masters[w.name]) for w in plan.weights)
+
+
+@pytest.mark.parametrize(("keep", "said"), [([], None), (["model.layers.0.*"], "keep their experts at higher precision"), (["*.0.*down_proj"], "WRONG")])
+def test_the_export_says_who_cannot_read_it(keep: list[str], said: str | None, tmp_path: Path, tiny_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finished_run(tmp_path / "run", tiny_moe, quant={"keep": keep})
+    assert kilotok(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(warned) == (said is not None) and all(said in line for line in warned if said is not None)

@@ -354,6 +354,7 @@ def test_mixed_precision_trains_fp32_weights(whole: Whole, tmp_path: Path) -> No
             assert figures == {d: {**nothing, "rounds": 0, "tokens": tokens} for d, tokens in (("chat", 2), ("math", 1), ("all", 3))}
 
 
+@pytest.mark.xdist_group("ranks")
 def test_two_processes_draw_anchors_of_their_own_and_share_one_denominator(whole: Whole, tmp_path: Path) -> None:
     """A step on two CPU processes: momentum after it is (1 - beta) times the gradient of the joint loss, from each rank's own row and anchors."""
     command = [sys.executable, "-m", "kilotok.train.cli", *started_again(whole, tmp_path), "--trainer.devices", "2", "--trainer.max_steps", "1",

@@ -24,6 +24,7 @@ from kilotok.train.config import QATRecipe
 from kilotok.train.recipe import load_recipe
 from kilotok.train.sharding import materialize
 
+pytestmark = pytest.mark.xdist_group("ranks")
 FSDP = ["--trainer.strategy", "fsdp"]
 TWO = [*FSDP, "--trainer.devices", "2", "--trainer.batch_size", "1"]
 

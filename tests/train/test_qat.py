@@ -81,6 +81,7 @@ def test_accumulated_micro_batches_read_the_same_rows_as_one_batch(tiny_recipe: 
         assert float(difference.max()) <= 2.1e-3 and float(difference.mean()) < 2e-5, name
 
 
+@pytest.mark.xdist_group("ranks")
 def test_two_devices_read_the_rows_of_one_and_train_alike(tiny_recipe: Path, tmp_path: Path) -> None:
     """Data-parallel over two CPU processes against one device with the joint batch; bounds as for accumulation above."""
     common = [sys.executable, "-m", "kilotok.train.cli", "qat", str(tiny_recipe), "--trainer.max_steps", "2", "--trainer.checkpoint_every_steps", "1"]

@@ -138,6 +138,7 @@ def test_the_room_for_the_control_s_checkpoints_is_asked_for_beforehand(tiny_rec
     assert asked[1] == asked[0] * 3 // 2
 
 
+@pytest.mark.xdist_group("ranks")
 def test_two_devices_train_the_control_after_the_run(tiny_recipe: Path, tmp_path: Path) -> None:
     """Both processes go on from the one training to the other, and both come back after a kill between the two."""
     command = [sys.executable, "-m", "kilotok.train.cli", "qat", str(tiny_recipe), "--trainer.max_steps", "1", "--trainer.devices", "2",

@@ -119,6 +119,7 @@ def test_an_expert_no_token_reaches_is_named_by_the_run(
         in capsys.readouterr().out
 
 
+@pytest.mark.xdist_group("ranks")
 def test_two_devices_count_together(tiny_recipe: Path, tmp_path: Path) -> None:
     """The counts are of both processes, also those that a resume begins with."""
     command = [sys.executable, "-m", "kilotok.train.cli", "qat", str(tiny_recipe), "--trainer.max_steps", "2", "--trainer.checkpoint_every_steps", "1",
