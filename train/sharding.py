@@ -40,6 +40,7 @@ class ShardedStrategy(ModelParallelStrategy):
             super().save_checkpoint(checkpoint, partial, storage_options)
             _sync(partial)
         except (OSError, RuntimeError) as error:
+            shutil.rmtree(partial, ignore_errors=True)   # the other ranks' pieces too: without this one they are no checkpoint
             raise OSError(f"checkpoint: writing {target} failed ({error}). Free some space and continue with --resume; "
                           "earlier checkpoints are intact.") from error
         self.barrier()

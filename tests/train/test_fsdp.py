@@ -182,3 +182,24 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
     source = ParameterSource(CheckpointReader(parent), config=config, arch=find_arch("qwen3_moe", where="test"))
     materialize(model, source=source, device=torch.device("cpu"), rank=0, world=1)
     assert model.lm_head.weight is model.model.embed_tokens.weight   # type: ignore[union-attr]
+
+
+def test_a_write_that_fails_leaves_the_earlier_checkpoint(
+        tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    real, calls = ModelParallelStrategy.save_checkpoint, []
+
+    def save(self: ModelParallelStrategy, checkpoint: dict, path: Path, storage_options: object = None) -> None:
+        real(self, checkpoint, path, storage_options)
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ModelParallelStrategy, "save_checkpoint", save)
+    assert train(["qat", str(tiny_recipe), *FSDP]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002.ckpt"]
+    monkeypatch.undo()
+    assert train(["qat", str(tiny_recipe), *FSDP, "--resume"]) == 0
+    assert Run.open(tmp_path / "run").step == 6
