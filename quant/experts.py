@@ -75,6 +75,7 @@ class AttachedQuant:
             path = name.split(".")
             above = [model.get_submodule(".".join(path[:i])) for i in range(1, len(path))]
             seam = _Seam(self, module=model.get_submodule(name), weights=weights, above=[m for m in above if hasattr(m, "gradient_checkpointing")])
+            seam.module.__dict__["_kilotok_attached"] = True
             self._handles.append(seam.module.register_forward_pre_hook(seam.enter, with_kwargs=False))
             self._handles.append(seam.module.register_forward_hook(seam.leave, always_call=True))
 
@@ -82,6 +83,8 @@ class AttachedQuant:
         """The model computes with its masters again."""
         for handle in self._handles:
             handle.remove()
+        for weight in self.weights:
+            self.model.get_submodule(weight.module).__dict__.pop("_kilotok_attached", None)
         self._handles = []
         self._shared = {}
 
@@ -127,6 +130,9 @@ class _Seam:
                                       "them itself). Leave the option out for this family.")
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if module is not self.module:
+            raise RuntimeError(f"{self.weights[0].module}: runs as a copy of the module that was attached to (nn.DataParallel?): it would compute unquantized. "
+                               "Use DistributedDataParallel or FSDP2.")
         dtype = _compute_dtype(args, default=self.module._parameters[self.weights[0].leaf])
         storages: dict[int, PlannedWeight] = {}
         for weight in self.weights:
@@ -168,11 +174,13 @@ class _Seam:
         return any(layer.gradient_checkpointing and layer.training for layer in self.above)
 
     def _values(self, weight: PlannedWeight, master: Tensor, *, dtype: torch.dtype) -> Tensor:
+        # A checkpointed layer runs first outside backward and then inside it; only the second run may take over what the first has made.
+        in_backward = torch._C._current_graph_task_id() != -1
         shared = self.attached._shared.pop(weight.name, None) if torch.is_grad_enabled() else None
-        if shared is not None and shared[0] == master._version and shared[1].dtype == dtype:
+        if in_backward and shared is not None and shared[0] == master._version and shared[1].dtype == dtype:
             return shared[1]
         values = self._quantize(weight, master, dtype=dtype)
-        if torch.is_grad_enabled() and self.attached.backward == "keep" and self._checkpointed():
+        if not in_backward and torch.is_grad_enabled() and self.attached.backward == "keep" and self._checkpointed():
             self.attached._shared[weight.name] = (master._version, values)
         return values
 
@@ -238,6 +246,8 @@ def attach_fake_quant(model: nn.Module, *, plan: QuantPlan, backward: Backward =
     activations: `mxfp8` also rounds the inputs of the experts' two products to MXFP8, for servers that compute so; gradients pass through.
     Errors: ValueError for a plan without weights, which would train an unquantized model; AttributeError for one of another model.
     """
+    if any("_kilotok_attached" in m.__dict__ for m in model.modules()):
+        raise RuntimeError("attach_fake_quant: this model computes with quantized weights already. Call detach() on what attached them first.")
     if not plan.weights:
         raise ValueError("attach_fake_quant: at least one weight is needed; got none. Check the plan.")
     return AttachedQuant(model, plan=plan, backward=backward, activations=activations)

@@ -235,6 +235,8 @@ def _linears(model: nn.Module, *, arch: MoEArch, options: PlanOptions) -> list[P
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rsplit(".", 1)[0])
         for role, pattern, fmt, linear in wanted:
+            if role == "router" and "shared_expert" in name:   # the shared expert's gate, which picks nothing
+                continue
             if re.fullmatch(pattern, name) and name.endswith(".weight") and parameter.dim() == 2 and (isinstance(owner, nn.Linear) or not linear):
                 found.append(PlannedWeight(name=name, shape=tuple(parameter.shape), role=role, format=fmt))
                 break

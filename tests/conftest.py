@@ -11,9 +11,9 @@ import torch
 import yaml
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from kilotok.quant.archs import load_model
+from kilotok.quant.archs import load_config, load_model
 from kilotok.quant.checkpoint import export_run, sha256_of_weights
-from kilotok.quant.plan import make_plan
+from kilotok.quant.plan import PlanOptions, make_plan
 
 # The models here are too small for threads to pay, and two test processes on two cores must not fight over them.
 torch.set_num_threads(1)
@@ -51,10 +51,12 @@ def finished_run(
     """
     generator = torch.Generator().manual_seed(seed)
     model = load_model(parent, dtype=torch.float32)
-    experts = [e.name for e in make_plan(model.config, scale_mode="even", where=str(parent)).experts]
+    plan = make_plan(load_config(parent), scale_mode="even", where=str(parent), options=PlanOptions.from_json(quant or {}))
+    experts = [e.name for e in plan.experts]
     trained = {n: w.detach() + move * torch.randn(w.shape, generator=generator) for n, w in ((n, model.get_parameter(n)) for n in experts)}
     (directory / "checkpoints").mkdir(parents=True)
-    torch.save({"state_dict": {f"student.{n}": w for n, w in trained.items()}}, directory / "checkpoints" / f"step-{step:08d}.ckpt")
+    others = {w.name: model.get_parameter(w.name).detach() for w in plan.weights if w.role != "experts"}   # planned, and where the parent left them
+    torch.save({"state_dict": {f"student.{n}": w for n, w in {**trained, **others}.items()}}, directory / "checkpoints" / f"step-{step:08d}.ckpt")
     meta = {"kind": "qat", "status": "complete", "max_steps": max_steps, "parent": {"path": str(parent), "sha256": sha256_of_weights(parent)},
             "quant": {"format": "mxfp4", "scale_mode": scale_mode, "source_dtype": "bfloat16", "trainable": "experts", **(quant or {})}, "versions": {}}
     (directory / "meta.json").write_text(json.dumps(meta))

@@ -35,6 +35,12 @@ class QuantConfig:
             raise ValueError("quant.sensitivity: needs quant.bits_per_weight, the budget to spend by the table; got none.")
         if self.bits_per_weight is not None and self.keep:
             raise ValueError("quant.keep and quant.bits_per_weight: give one; both say which experts stay at higher precision.")
+        if self.keep_format != "bf16" and not self.keep and self.bits_per_weight is None:
+            raise ValueError(f"quant.keep_format: {self.keep_format} has nothing to apply to. Name the experts in quant.keep, or give quant.bits_per_weight.")
+        if self.granularity != "layer" and self.bits_per_weight is None:
+            raise ValueError(f"quant.granularity: {self.granularity} is how a budget is spent; got no quant.bits_per_weight. Give it, or leave this out.")
+        if self.experts == "bf16" and (self.activations, self.attention, self.router, self.shared_experts) != (None, None, None, False):
+            raise ValueError("quant.experts: bf16 is the control, in which nothing is quantized. Leave activations, attention, router and shared_experts out.")
         self.plan_options()   # its checks
 
     def plan_options(self, *, keep: tuple[str, ...] | None = None) -> PlanOptions:

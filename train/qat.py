@@ -30,11 +30,11 @@ LOGGED = ("loss", "kl", "cross_entropy", "lr")   # and hidden_mse, with a weight
 class QATModule(L.LightningModule):
     """Student, frozen parent, loss and optimizer. Checkpoints hold the student's trained tensors only."""
 
-    def __init__(self, recipe: QATRecipe, *, student: nn.Module, parent: nn.Module, plan: QuantPlan, parent_dtype: torch.dtype,
+    def __init__(self, recipe: QATRecipe, *, student: nn.Module, parent: nn.Module, plan: QuantPlan, stored: dict[str, torch.dtype],
                  source: ParameterSource | None = None) -> None:
-        """parent_dtype: of the parent's files. source: where the values of both models come from when they are on `meta`, to be sharded."""
+        """stored: dtypes of the parent's files by in-memory name. source: where the values of both models come from when they are on `meta`, to be sharded."""
         super().__init__()
-        self.parent_dtype, self._source, self._is_sharded = parent_dtype, source, False
+        self.stored, self._source, self._is_sharded = stored, source, False
         self.recipe, self.plan = recipe, plan
         self.strict_loading = False   # the checkpoint holds the trained tensors only
         self.student = student
@@ -119,7 +119,7 @@ class QATModule(L.LightningModule):
         planned = {w.name for w in self.plan.weights}
         for name, parameter in self.student.named_parameters():
             if parameter.requires_grad and name not in planned:
-                parameter.copy_(parameter.to(self.parent_dtype))
+                parameter.copy_(parameter.to(self.stored.get(name, parameter.dtype)))
 
 
 def enable_checkpointing(model: nn.Module) -> None:

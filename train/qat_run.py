@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from ..quant.archs import empty_model, load_config, load_model, load_tokenizer
-from ..quant.checkpoint import CheckpointReader, require_fitting_parent, require_free_space, sha256_of_weights, write_atomically
+from ..quant.checkpoint import CheckpointReader, require_fitting_parent, require_free_space, sha256_of_weights, stored_dtypes, write_atomically
 from ..quant.checkpoint.run import read_meta, step_of
 from ..quant.checkpoint.shards import ParameterSource
 from ..quant.plan import PlanOptions, QuantPlan, make_plan
@@ -92,11 +92,12 @@ def _train(recipe: QATRecipe, *, checkpoint: Path | None, main: dict[str, Any] |
     """Train and measure one model; returns RUN/meta.json, which has all figures but the control's."""
     run_dir, model_dir, t = Path(recipe.run), Path(recipe.model), recipe.trainer
     config = load_config(model_dir)
-    stored_dtype: torch.dtype = config.dtype or torch.bfloat16   # before transformers overwrites it with the dtype it loads in
     check_config(config, recipe=recipe)
     plan = make_plan(config, scale_mode=recipe.quant.scale_mode, where=recipe.model, options=_plan_options(recipe))
     rank_zero_print(plan.table())
-    require_fitting_parent(CheckpointReader(model_dir), config=config, plan=plan)
+    reader = CheckpointReader(model_dir)
+    require_fitting_parent(reader, config=config, plan=plan)
+    stored = stored_dtypes(reader, config=config)
     data = TextData(recipe.data, tokenizer=load_tokenizer(model_dir), seed=t.seed, batch_size=t.batch_size,
                     accumulate=t.accumulate_grad_batches, max_steps=t.max_steps)
     if (largest := data.max_token_id()) >= config.vocab_size:
@@ -105,13 +106,13 @@ def _train(recipe: QATRecipe, *, checkpoint: Path | None, main: dict[str, Any] |
     autocast = None if sharded else AUTOCAST[t.precision]
     parent_dtype = AUTOCAST[t.precision] or torch.float32
     if sharded:   # nothing is read here: each rank reads its own pieces when the processes are connected
-        source = ParameterSource(CheckpointReader(model_dir), config=config, arch=plan.arch)
+        source = ParameterSource(reader, config=config, arch=plan.arch)
         parent, student = (empty_model(config, dtype=dtype) for dtype in (parent_dtype, torch.float32))
-        module = QATModule(recipe, student=student, parent=parent, plan=plan, parent_dtype=stored_dtype, source=source)
+        module = QATModule(recipe, student=student, parent=parent, plan=plan, stored=stored, source=source)
     else:
         parent = load_model(model_dir, dtype=parent_dtype)
         require_finite(parent)
-        module = QATModule(recipe, student=load_model(model_dir, dtype=torch.float32), parent=parent, plan=plan, parent_dtype=stored_dtype)
+        module = QATModule(recipe, student=load_model(model_dir, dtype=torch.float32), parent=parent, plan=plan, stored=stored)
     trained_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     checkpoints = 3 if recipe.baselines.control else 2   # one is kept while the next is written, or the control's two
     require_free_space(run_dir, num_bytes=checkpoints * 3 * trained_bytes, what=f"train qat ({checkpoints} checkpoints of weights and optimizer)")

@@ -16,7 +16,7 @@ from torch import nn
 from ..quant.checkpoint import write_atomically
 from ..quant.checkpoint.run import RUN_METADATA, newest_checkpoint, read_checkpoint, read_meta, step_of
 from .provenance import run_record
-from .recipe import RecipeError, to_yaml
+from .recipe import RecipeError, load_recipe, to_yaml
 
 
 def is_first_rank() -> bool:
@@ -66,7 +66,8 @@ def _check_run_dir(run_dir: Path, *, recipe: Any, resume: bool) -> Path | None:
         return None
     if not resume:
         raise RecipeError(f"run: {run_dir.absolute()} exists. Continue it with --resume, choose another --run, or remove it.")
-    before, now = (_comparable(text) for text in ((run_dir / "recipe.yaml").read_text(), to_yaml(recipe)))
+    then = load_recipe(type(recipe), path=run_dir / "recipe.yaml", overrides=[])   # fields that did not exist then get their defaults
+    before, now = _comparable(to_yaml(then)), _comparable(to_yaml(recipe))
     if before != now:
         changed = [new for old, new in zip(before, now, strict=False) if old != new] or ["length of a list"]
         raise RecipeError(f"run: {run_dir} was started with another recipe (now {changed[0].strip()!r}). "
@@ -99,7 +100,7 @@ def open_run(run_dir: Path, *, recipe: Any, fresh: dict[str, Any], unchanged: di
     if (run_dir / RUN_METADATA).exists():
         meta: dict[str, Any] = read_meta(run_dir)
         for key, message in unchanged.items():
-            if _at(meta, key) != _at(fresh, key):
+            if _at(meta, key) is not None and _at(meta, key) != _at(fresh, key):   # None: a record of before there was such a key
                 raise RecipeError(message)
         meta["resumed"] = [*meta.get("resumed", []), record]
     else:

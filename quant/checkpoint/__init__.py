@@ -1,6 +1,6 @@
 """Checkpoints: read, export, re-read and compare, inspect."""
 
-from .check import require_fitting_parent
+from .check import require_fitting_parent, stored_dtypes
 from .disk import new_directory, require_free_space, write_atomically
 from .export import ExportResult, export_run
 from .inspect import inspect_directory
@@ -19,5 +19,6 @@ __all__ = [
     "require_fitting_parent",
     "require_free_space",
     "sha256_of_weights",
+    "stored_dtypes",
     "write_atomically",
 ]

@@ -16,17 +16,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..archs import load_config
+from ..archs import build_model, load_config
 from ..plan import QuantPlan, make_plan
 from .check import require_fitting_parent
 from .disk import new_directory, refuse_existing, require_free_space, share
 from .load import METADATA
 from .packing import ParentTensors, join_experts, packed_stems, read_packed
 from .quantization_config import quantization_config, reader_warnings
-from .reader import INDEX, SINGLE, CheckpointReader, sha256_of_weights
+from .reader import EMBEDDING, HEAD, INDEX, SINGLE, CheckpointReader, sha256_of_weights
 from .run import Run
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CHAT_TEMPLATES = "additional_chat_templates"   # where transformers stores further templates
 MAX_SHARD_BYTES = 5_000_000_000   # the shard size Hugging Face tools write
 
@@ -63,19 +62,19 @@ def export_run(run_dir: Path, out: Path, *, parent_dir: Path | None = None) -> E
     plan = make_plan(config, scale_mode=run.scale_mode, where=str(parent), options=run.plan_options)
     require_fitting_parent(reader, config=config, plan=plan)
     trained = run.load_trained_weights()
-    if getattr(config, "tie_word_embeddings", False) and EMBEDDING in trained and HEAD in reader:
-        trained.setdefault(HEAD, trained[EMBEDDING])   # one tensor in memory, a copy on disk
     if plan.options.experts == "bf16":
         raise ValueError(f"{run_dir}: is the control of a run: nothing is quantized in it, so there is nothing to pack. Export the QAT run.")
-    missing = [e.name for e in plan.experts if e.name not in trained]
-    if missing:
-        raise ValueError(f"{run_dir}: the checkpoint at step {run.step} holds no {missing[0]} (of {len(missing)} missing). It belongs to another model.")
+    if getattr(config, "tie_word_embeddings", False) and HEAD in trained:   # one tensor in memory, which a sharded run may call by its other name
+        trained.setdefault(EMBEDDING, trained.pop(HEAD))
+    _require_fitting_run(run, trained=trained, plan=plan, config=config)
+    if getattr(config, "tie_word_embeddings", False) and EMBEDDING in trained and HEAD in reader:
+        trained[HEAD] = trained[EMBEDDING]   # a copy on disk
     tensors = ParentTensors(reader, config=config, plan=plan, trained=trained)
     require_free_space(out, num_bytes=plan.bytes_after + 2**20, what="export")
     with new_directory(out) as partial:
         try:
             _write_weights(partial, tensors=tensors)
-            _write_rest(partial, parent=parent, plan=plan, reader=reader, metadata=run.export_metadata())
+            _write_rest(partial, parent=parent, tensors=tensors, metadata=run.export_metadata())
         except SafetensorError as error:   # safetensors reports a failed write as its own error
             raise OSError(f"export: writing to {partial.parent} failed ({error}). Free some space or write elsewhere; nothing was kept.") from error
         for path in partial.rglob("*.safetensors"):
@@ -88,6 +87,20 @@ def export_run(run_dir: Path, out: Path, *, parent_dir: Path | None = None) -> E
                               kept_tensors=len(others) - rounded, rounded_tensors=rounded,
                               bytes_before=reader.num_bytes, bytes_after=written.num_bytes, warnings=reader_warnings(plan))
     return result
+
+
+def _require_fitting_run(run: Run, *, trained: dict[str, Tensor], plan: QuantPlan, config: Any) -> None:
+    """ValueError when the checkpoint lacks a tensor the run trained, or holds one the model does not have, or of another shape."""
+    shapes = {n: tuple(p.shape) for n, p in build_model(config, device="meta").named_parameters()}
+    wanted = set(shapes) if run.meta["quant"].get("trainable") == "all" else {w.name for w in plan.weights}
+    where = f"{run.directory}: the checkpoint at step {run.step}"
+    for name in sorted(wanted - set(trained)):
+        raise ValueError(f"{where} holds no {name} (of {len(wanted - set(trained))} missing). It belongs to another model, or is damaged.")
+    for name in sorted(set(trained) - set(shapes)):
+        raise ValueError(f"{where} holds {name}, which {run.parent} does not have. It belongs to another model.")
+    for name, tensor in trained.items():
+        if tuple(tensor.shape) != shapes[name]:
+            raise ValueError(f"{where}: {name} has shape {tuple(tensor.shape)}; the model asks for {shapes[name]}. It belongs to another model.")
 
 
 def _write_weights(directory: Path, *, tensors: ParentTensors) -> None:
@@ -122,7 +135,7 @@ def _write_weights(directory: Path, *, tensors: ParentTensors) -> None:
     (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
 
 
-def _write_rest(directory: Path, *, parent: Path, plan: QuantPlan, reader: CheckpointReader, metadata: dict[str, Any]) -> None:
+def _write_rest(directory: Path, *, parent: Path, tensors: ParentTensors, metadata: dict[str, Any]) -> None:
     for path in sorted(parent.iterdir()):
         is_weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".h5", ".gguf", ".msgpack", ".onnx") or path.name.endswith(".index.json")
         if path.is_file() and not path.name.startswith(".") and not is_weights and path.name not in ("config.json", METADATA):
@@ -131,7 +144,8 @@ def _write_rest(directory: Path, *, parent: Path, plan: QuantPlan, reader: Check
         shutil.copytree(parent / CHAT_TEMPLATES, directory / CHAT_TEMPLATES)
     config = json.loads((parent / "config.json").read_text())
     packed = set(packed_stems(CheckpointReader(directory)))
-    config["quantization_config"] = quantization_config(plan, reader=reader, packed=packed)
+    on_disk = {memory: name for name, memory in tensors.memory_name.items()}
+    config["quantization_config"] = quantization_config(tensors.plan, reader=tensors.reader, packed=packed, on_disk=on_disk)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (directory / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
 

@@ -68,13 +68,13 @@ class ParentTensors:
             kept = self.reader.get(name)
             if self.is_trained(name):
                 source = dense.to(SOURCE_DTYPE) if weight is not None else dense   # what a planned bf16 weight computed with
-                kept = _rounded(self._as_stored(name, source), kept.dtype, name=name)
+                kept = _rounded(self._as_stored(name, source), kept.dtype, name=name, exact=weight is not None)
             yield name, kept
             return
         fmt, mode = find_format(weight.format), self.plan.scale_mode
         if weight.role == "router":   # no engine reads a packed router: its values, exact in bf16
             values = fmt.fake_quant(dense, name=name, scale_mode=mode, dim=-1, dtype=torch.float32, faults=None)
-            yield name, _rounded(values, self.reader.get(name).dtype, name=name)
+            yield name, _rounded(values, self.reader.get(name).dtype, name=name, exact=True)
             return
         place = self.plan.arch.expert_slice(name)
         if place is None or place.expert is not None:
@@ -106,9 +106,11 @@ class ParentTensors:
         return canonical
 
 
-def _rounded(weight: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
-    """A trained tensor in its parent's dtype; ValueError when that cannot hold it."""
+def _rounded(weight: Tensor, dtype: torch.dtype, *, name: str, exact: bool = False) -> Tensor:
+    """A trained tensor in its parent's dtype; ValueError when that cannot hold it, or with `exact` not every value of it."""
     rounded = weight.to(dtype).contiguous()
+    if exact and not torch.equal(rounded.float(), weight.float()):
+        raise ValueError(f"export: {name}: the parent's {dtype} cannot hold the values that training computed with. Start from a bf16 or fp32 parent.")
     if not bool(torch.isfinite(rounded).all()):
         raise ValueError(f"export: {name}: the trained weights (largest {float(weight.abs().max()):.3g}) do not fit the parent's {dtype}: it has diverged.")
     return rounded

@@ -17,8 +17,9 @@ from .reader import CheckpointReader
 NEUTRAL = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}   # the spelling vLLM asks in
 
 
-def quantization_config(plan: QuantPlan, *, reader: CheckpointReader, packed: set[str]) -> dict[str, Any]:
-    """`quantization_config` of the export. packed: module names on disk of the packed weights."""
+def quantization_config(plan: QuantPlan, *, reader: CheckpointReader, packed: set[str], on_disk: dict[str, str]) -> dict[str, Any]:
+    """`quantization_config` of the export. packed: module names on disk of the packed weights. on_disk: in-memory name -> name on disk of
+    the planned linear weights."""
     if plan.arch.layout == "gpt-oss":
         kept = sorted({w.module for w in plan.experts if w.format == "bf16"}, key=natural)
         return {"quant_method": "mxfp4",
@@ -28,7 +29,7 @@ def quantization_config(plan: QuantPlan, *, reader: CheckpointReader, packed: se
         weights = [w for w in plan.weights if w.format == fmt and w.role != "router"]
         if fmt == "bf16" or not weights:
             continue
-        groups[f"group_{len(groups)}"] = {"targets": _targets(plan, weights, fmt=fmt), "input_activations": None, "output_activations": None,
+        groups[f"group_{len(groups)}"] = {"targets": _targets(plan, weights, fmt=fmt, on_disk=on_disk), "input_activations": None, "output_activations": None,
                                           **find_format(fmt).scheme()}
     formats = {g["format"] for g in groups.values()}
     linears = [n.removesuffix(".weight") for n in reader.names
@@ -51,25 +52,35 @@ def reader_warnings(plan: QuantPlan) -> tuple[str, ...]:
         return ("one layer holds experts of two formats: transformers 5.24 loads such a directory WRONG (random weights, only a warning), and vLLM "
                 "has one scheme a layer. Read it with kilotok alone, or keep whole layers.",)
     return ("some layers keep their experts at higher precision: transformers 5.24 with compressed-tensors refuses such a directory; kilotok reads it, "
-            "and vLLM is told by `ignore`, which was not run here.",)
+            "and vLLM is told by `ignore` (bf16) or a group of their own (MXFP8), which was not run here.",)
 
 
-def _targets(plan: QuantPlan, weights: list[PlannedWeight], *, fmt: str) -> list[str]:
+def _targets(plan: QuantPlan, weights: list[PlannedWeight], *, fmt: str, on_disk: dict[str, str]) -> list[str]:
     targets = []
     experts = [w for w in weights if w.role == "experts"]
     if experts and fmt == "mxfp4":   # all that are not in `ignore`
         inside, outside = (re.escape(segment) for segment in plan.arch.renamed or (".", "."))
-        on_disk = plan.arch.experts.replace(inside, outside)
-        for pattern in dict.fromkeys((on_disk, plan.arch.experts)):
+        pattern_on_disk = plan.arch.experts.replace(inside, outside)
+        for pattern in dict.fromkeys((pattern_on_disk, plan.arch.experts)):
             names = [p for ps in plan.arch.fused.values() for p in ps] + [p for ps in NEUTRAL.values() for p in ps]
             prefix = re.sub(r"^model\\\.", ".*", pattern)
-            targets.append(rf"re:{prefix}\.\d+\.({'|'.join(dict.fromkeys(names))})$")
+            targets.append(rf"re:{_not_these(plan, fmt=fmt)}{prefix}\.\d+\.({'|'.join(dict.fromkeys(names))})$")
     elif experts:
         targets += [s for w in experts for s in _expert_modules(plan, w)]
     for w in weights:
-        if w.role != "experts":
-            targets.append(plan.arch.disk_module(w.module))
+        if w.role != "experts":   # in both spellings: engines ask by the names on disk, transformers by those in memory
+            targets += dict.fromkeys((on_disk[w.name].removesuffix(".weight"), w.module))
     return targets
+
+
+def _not_these(plan: QuantPlan, *, fmt: str) -> str:
+    """A lookahead that keeps the experts of another packed format out of a regular expression, whatever the order of the groups."""
+    others = []
+    for w in plan.experts:
+        if w.format not in (fmt, "bf16"):
+            names = "|".join(dict.fromkeys((*plan.arch.fused[w.leaf], *NEUTRAL.get(w.leaf, ()))))
+            others += [rf"(?!.*{re.escape(m)}\.\d+\.({names})$)" for m in dict.fromkeys((plan.arch.disk_module(w.module), w.module))]
+    return "".join(others)
 
 
 def _expert_modules(plan: QuantPlan, weight: PlannedWeight) -> list[str]:

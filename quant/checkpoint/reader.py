@@ -9,6 +9,7 @@ from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class CheckpointReader:
@@ -19,6 +20,8 @@ class CheckpointReader:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        if (directory / INDEX).is_file() and (directory / SINGLE).is_file():
+            raise ValueError(f"{directory}: holds both {SINGLE} and {INDEX}, and readers differ about which counts. Remove the stale one.")
         if (directory / INDEX).is_file():
             weight_map: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
             files = sorted(set(weight_map.values()))

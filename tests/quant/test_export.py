@@ -293,7 +293,7 @@ def break_run_other_model(tmp_path: Path) -> None:
     (break_run_nan, ["model.layers.0.mlp.experts.1.gate_proj.weight", "nan at index (2, 3)"]),
     (break_run_truncate, ["step-00000006.ckpt", "cannot be read as a checkpoint", "--resume"]),
     (break_run_empty, ["no checkpoint yet", "--resume"]),
-    (break_run_other_model, ["holds no model.layers.0.mlp.experts.gate_up_proj", "another model"]),
+    (break_run_other_model, ["holds no model.layers.0.mlp.experts.down_proj (of 4 missing)", "another model"]),
 ])
 def test_bad_input_is_one_clear_error_and_leaves_nothing(
         damage: Callable[[Path], None], parts: list[str], run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path,

@@ -233,3 +233,33 @@ def test_activations_are_refused_for_eager_experts_which_never_call_the_gate() -
     with pytest.raises(NotImplementedError, match=r"quant\.activations works with transformers' grouped_mm and batched_mm experts"):
         logits(model, tokens())
     assert overlays(model) == []
+
+
+def test_a_copy_of_an_attached_module_does_not_run_unquantized() -> None:
+    """nn.DataParallel runs replicas, which would read their own plain weights."""
+    model, _ = attached("qwen2_moe-everything", backward="keep")
+    module = model.get_submodule("model.layers.1.mlp.experts")
+    replica = module._replicate_for_data_parallel()
+    replica._parameters = dict(module._parameters)
+    with pytest.raises(RuntimeError, match="runs as a copy of the module"):
+        replica(torch.zeros(2, 64), torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2))
+
+
+def test_attaching_twice_is_refused_until_the_first_is_detached() -> None:
+    model, first = attached("qwen2_moe-everything", backward="keep")
+    with pytest.raises(RuntimeError, match="computes with quantized weights already"):
+        attach_fake_quant(model, plan=plan_of("qwen2_moe-everything"))
+    first.detach()
+    attach_fake_quant(model, plan=plan_of("qwen2_moe-everything")).detach()
+
+
+def test_a_forward_without_backward_leaves_no_stale_weights_for_the_next_step() -> None:
+    """keep under checkpointing hands values from a layer's first run to its second, and to nothing else."""
+    model, quant = attached("qwen2_moe-everything", backward="keep", checkpointed=True)
+    logits(model, tokens())                      # with gradients, and no backward: a loss that is only logged
+    with torch.no_grad():
+        for weight in quant.weights:
+            model.get_parameter(weight.name).data.mul_(3)   # moves no version counter
+    fresh, _ = attached("qwen2_moe-everything", backward="keep")
+    fresh.load_state_dict(model.state_dict())
+    assert_equal(logits(model, tokens()).detach(), logits(fresh, tokens()).detach())

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import save_tiny_moe
 from families import FAMILIES, save_family
 from torch import nn
@@ -27,6 +29,18 @@ from kilotok.train.sharding import materialize
 pytestmark = pytest.mark.xdist_group("ranks")
 FSDP = ["--trainer.strategy", "fsdp"]
 TWO = [*FSDP, "--trainer.devices", "2", "--trainer.batch_size", "1"]
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """Runs of one rank in this process connect it to itself; later tests start processes of their own, which inherit the environment."""
+    before = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def run_cli(*args: object) -> subprocess.CompletedProcess[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from kilotok.quant.checkpoint.run import Run
@@ -255,3 +256,29 @@ def test_wandb_is_offline_and_says_so_without_a_network(
     assert "wandb: offline (127.0.0.1 cannot be reached" in capsys.readouterr().out
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
     assert len(list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))) == 6   # the CSV is written all the same
+
+
+def test_a_run_started_before_there_were_more_options_goes_on(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its recipe and its record name fewer fields; they count as the defaults."""
+    interrupted(tiny_recipe, tmp_path / "run", monkeypatch)
+    recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    for section, fields in {"quant": ("backward", "keep", "attention"), "trainer": ("strategy", "num_nodes"), "loss": ("teacher_offload",)}.items():
+        for field in fields:
+            del recipe[section][field]
+    del recipe["baselines"]
+    (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    meta = json.loads((tmp_path / "run" / "meta.json").read_text())
+    meta["quant"] = {k: meta["quant"][k] for k in ("format", "scale_mode", "source_dtype", "trainable")}
+    (tmp_path / "run" / "meta.json").write_text(json.dumps(meta))
+    assert train(["qat", str(tiny_recipe), "--resume"]) == 0
+    assert Run.open(tmp_path / "run").is_complete
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (["--quant.keep_format", "mxfp8"], "quant.keep_format: mxfp8 has nothing to apply to"),
+    (["--quant.granularity", "projection"], "quant.granularity: projection is how a budget is spent"),
+    (["--quant.experts", "bf16", "--quant.activations", "mxfp8"], "quant.experts: bf16 is the control"),
+])
+def test_options_without_effect_are_refused(options: list[str], said: str, tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["qat", str(tiny_recipe), *options]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
