@@ -116,6 +116,13 @@ class QuantPlan:
         elements = sum(torch.Size(w.shape).numel() for w in self.experts)
         return 8 * sum(find_format(w.format).num_bytes(w.canonical_shape) for w in self.experts) / elements
 
+    def summary(self) -> str:
+        """What the routed experts become, in a few words."""
+        counts = Counter(w.format for w in self.experts)
+        parts = ", ".join(f"{n} in {find_format(f).title}" for f, n in counts.items())
+        rule = f", scale_mode {self.scale_mode}" if counts["mxfp4"] else ""
+        return f"of {len(self.experts)} fused expert tensors {parts}{rule}; {self.bits_per_expert_weight:.4g} bits a routed expert weight"
+
     def table(self) -> str:
         """The plan as text, one line a group, totals last."""
         lines = [f"{'tensors':<52} {'count':>6} {'shape':>18} {'MB before':>10} {'MB after':>9}  treatment"]
@@ -124,7 +131,10 @@ class QuantPlan:
                          f"{r.bytes_after / 1e6:>9.2f}  {r.treatment} ({r.reason})")
         ratio = self.bytes_after / self.bytes_before
         lines.append(f"{'total':<52} {sum(r.count for r in self.rows):>6} {'':>18} {self.bytes_before / 1e6:>10.2f} {self.bytes_after / 1e6:>9.2f}  "
-                     f"{ratio:.0%} of the bytes; {len(self.experts)} expert tensors, scale_mode {self.scale_mode}")
+                     f"{ratio:.0%} of the bytes; {self.summary()}")
+        kept = [w.name for w in self.experts if w.format != self.options.experts]
+        if kept:
+            lines.append(f"kept in {self.options.keep_format}: {', '.join(kept)}")
         return "\n".join(lines)
 
 
@@ -252,6 +262,9 @@ def _check_counts(weights: Sequence[PlannedWeight], *, options: PlanOptions, whe
     for role, number in options.expected.items():
         if counts[role] != number:
             names = [w.name for w in weights if w.role == role]
+            if not names and role in asked and not asked[role]:
+                raise ValueError(f"{where}: quant.expected: names {number} {role}, but quant.{role} is not set, so none is quantized. "
+                                 "Set it, or leave the count out.")
             raise ValueError(f"{where}: quant.expected: {role} must be {number} weights; found {counts[role]}"
                              f"{f' ({names[0]} ... {names[-1]})' if names else ''}. Correct the recipe, or look at what changed in the model.")
 

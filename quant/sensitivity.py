@@ -97,7 +97,8 @@ def choose_kept(table: SensitivityTable, *, bits_per_weight: float, keep_format:
     if not chosen and bits_per_weight > table.mean_bits((), keep_format=keep_format) * (1 + _SLACK):
         step = 8 * min(_extra(u, keep_format) for u in units) / sum(w.elements for w in table.weights)
         raise ValueError(f"quant.bits_per_weight: {bits_per_weight:g} keeps nothing: a {granularity} kept in {keep_format} takes the mean from "
-                         f"{table.mean_bits((), keep_format=keep_format):g} up by {step:.4g}. Ask for that much, or for everything in MXFP4 without a budget.")
+                         f"{table.mean_bits((), keep_format=keep_format):g} up to at least {table.mean_bits((), keep_format=keep_format) + step:.5g}. "
+                         "Ask for that much, or for everything in MXFP4 without a budget.")
     return _names(table, [units[i] for i in chosen])
 
 

@@ -93,8 +93,8 @@ def _export(run_dir: Path, out: Path, *, parent: Path | None) -> None:
         print(f"note: {run_dir} stopped at step {run.step} of {run.meta['max_steps']}; exporting that step", flush=True)
     result = export_run(run_dir, out, parent_dir=parent)
     rounded = f", {result.rounded_tensors} trained ones rounded to the parent's dtype" if result.rounded_tensors else ""
-    print(f"{result.directory}: {result.expert_tensors} expert tensors packed, {result.kept_tensors} kept as they were{rounded}; "
-          f"re-read: all {result.expert_weights:,} expert weights equal those training computed with, all other tensors what was to be written; "
+    print(f"{result.directory}: {result.expert_tensors} tensors packed, {result.kept_tensors} kept as they were{rounded}; "
+          f"re-read: all {result.expert_weights:,} packed weights equal those training computed with, all other tensors what was to be written; "
           f"{result.bytes_before / 1e6:.2f} MB -> {result.bytes_after / 1e6:.2f} MB")
     for warning in result.warnings:
         print(f"warning: {warning}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..quant.archs import check_model_dir, find_arch
-from ..quant.checkpoint import CheckpointReader, read_exported_experts
+from ..quant.checkpoint import CheckpointReader, packed_stems, read_exported_experts, read_packed
 from .archs import graph_of
 from .graph import LayerWeights, ModelGraph, ModelWeights
 from .reference import ReferenceExecutor
@@ -50,14 +50,22 @@ def read_weights(directory: Path, *, graph: ModelGraph, config: dict[str, Any], 
             raise ValueError(f"{directory}: {name} has shape {tuple(tensor.shape)}; its config.json asks for {shape}. They do not belong together.")
         return tensor.to(device, dtype)
 
+    def unpacked(name: str) -> Tensor:
+        """Experts that are not in MXFP4: a plain checkpoint's, or those a plan keeps at higher precision."""
+        stems = packed_stems(reader)
+
+        def part(name: str) -> Tensor:
+            stem = name.removesuffix(".weight")
+            return read_packed(reader, stem, fmt=stems[stem]) if stem in stems else reader.get(name)
+
+        return torch.stack([torch.cat([part(p) for p in parts]) for parts in arch.disk_names(name, num_experts=graph.num_experts)])
+
     def experts(name: str, *shape: int) -> Tensor:
         """A fused expert weight, [E, out, in]."""
         if packed is not None:
-            if name not in packed:
-                raise ValueError(f"{directory}: {name} has no packed experts. The export is incomplete.")
-            fused = packed[name].dequantize(dtype=torch.bfloat16)
+            fused = packed[name].dequantize(dtype=torch.bfloat16) if name in packed else unpacked(name)
         else:
-            fused = torch.stack([torch.cat([reader.get(part) for part in parts]) for parts in arch.disk_names(name, num_experts=graph.num_experts)])
+            fused = unpacked(name)
         if tuple(fused.shape) != shape:
             raise ValueError(f"{directory}: {name} has shape {tuple(fused.shape)}; its config.json asks for {shape}. They do not belong together.")
         return _inputs_outermost(fused.to(device, dtype))

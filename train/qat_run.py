@@ -195,7 +195,8 @@ def _open_run(run_dir: Path, *, recipe: QATRecipe, plan: QuantPlan, model_dir: P
         "kind": "qat", "status": "running", "max_steps": recipe.trainer.max_steps, "parent": parent_record(model_dir),
         "quant": {"format": "mxfp4", "scale_mode": recipe.quant.scale_mode, "source_dtype": str(SOURCE_DTYPE).removeprefix("torch."),
                   "trainable": recipe.quant.trainable, "backward": recipe.quant.backward, "activations": recipe.quant.activations, **plan.options.to_json()},
-        "plan": {"expert_tensors": len(plan.experts), "bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after},
+        "plan": {"expert_tensors": len(plan.experts), "bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after,
+                 "summary": plan.summary()},
         "loss": dataclasses.asdict(recipe.loss), "seed": recipe.trainer.seed, "text_sha256": text_sha256,
         "heldout_text": {s.domain: " + ".join(describe_source(o) for o in recipe.data.heldout if o.domain == s.domain) for s in recipe.data.heldout}}
     other_text = f"data: the text has changed since {run_dir} was started (or the Python whose library it is). Restore it, or start a new run."

@@ -129,8 +129,8 @@ def _sentence(text: str) -> str:
 def _weights(meta: dict[str, Any]) -> str:
     plan = meta["plan"]
     before, after = plan["bytes_before"], plan["bytes_after"]
-    how = "MXFP4, scale_mode " + meta["quant"]["scale_mode"] if meta["quant"].get("experts", "mxfp4") != "bf16" else "bf16"
-    return f"weights: {before / 1e6:.2f} MB before, {after / 1e6:.2f} MB after ({after / before:.0%}); {plan['expert_tensors']} fused expert tensors in {how}"
+    what = plan.get("summary") or f"{plan['expert_tensors']} fused expert tensors in MXFP4, scale_mode {meta['quant']['scale_mode']}"   # an older run has none
+    return f"weights: {before / 1e6:.2f} MB before, {after / 1e6:.2f} MB after ({after / before:.0%}); {what}"
 
 
 def _legend(meta: dict[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ RUN/recipe.yaml (resolved), RUN/meta.json (what it was made from, versions, resu
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,16 @@ def _check_run_dir(run_dir: Path, *, recipe: Any, resume: bool) -> Path | None:
     then = load_recipe(type(recipe), path=run_dir / "recipe.yaml", overrides=[])   # fields that did not exist then get their defaults
     before, now = _comparable(to_yaml(then)), _comparable(to_yaml(recipe))
     if before != now:
-        changed = [new for old, new in zip(before, now, strict=False) if old != new] or ["length of a list"]
-        raise RecipeError(f"run: {run_dir} was started with another recipe (now {changed[0].strip()!r}). "
+        changed = next((f"{k}: {now.get(k)}, was {before.get(k)}" for k in (*now, *before) if now.get(k) != before.get(k)), "")
+        raise RecipeError(f"run: {run_dir} was started with another recipe (now {changed}). "
                           f"Resume with the recipe in {run_dir / 'recipe.yaml'}, or choose another --run.")
     checkpoint = newest_checkpoint(run_dir)
     print(f"{run_dir}: resuming from {checkpoint.name if checkpoint else 'step 0: it has no checkpoint yet'}", flush=True)
     return checkpoint
 
 
-def _comparable(text: str) -> list[str]:
-    """The lines of a recipe that a resume may not change: all but the place of the run itself, which may have been moved.
+def _comparable(text: str) -> dict[str, Any]:
+    """The fields of a recipe that a resume may not change: all but the place of the run itself, which may have been moved.
 
     A sharded run may go on with other devices and batches, as long as a step has the same rows.
     """
@@ -88,7 +89,15 @@ def _comparable(text: str) -> list[str]:
     if trainer.get("strategy") == "fsdp":
         parts = [trainer.pop(key) for key in ("batch_size", "accumulate_grad_batches", "devices", "num_nodes")]
         trainer["rows of a step (batch_size * accumulate_grad_batches * devices * num_nodes)"] = math.prod(parts)
-    return yaml.safe_dump(raw, sort_keys=False).splitlines()
+    return dict(_flat(raw))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def open_run(run_dir: Path, *, recipe: Any, fresh: dict[str, Any], unchanged: dict[str, str]) -> dict[str, Any]:

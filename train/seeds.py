@@ -1,5 +1,6 @@
 """Several QAT runs in one table, and the mean and spread over seeds: `train qat-report RUN [RUN ...]`."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def seeds_table(runs: Sequence[FinishedRun]) -> str:
     lines = [f"{'run':<{width}} {'seed':>6} {'text':<9} " + " ".join(f"{c:>{cell}}" for c in COLUMNS)]
     for run in runs:
         for domain, values in run.figures().items():
-            cells = [f"{v:{spec}}".rjust(cell) for v, spec in zip(values, FORMATS, strict=True)]
+            cells = [("-" if math.isnan(v) else f"{v:{spec}}").rjust(cell) for v, spec in zip(values, FORMATS, strict=True)]
             lines.append(f"{run.name:<{width}} {run.seed:>6} {domain:<9} " + " ".join(cells))
     if len(runs) == 1:
         return "\n".join(lines)
@@ -64,7 +65,9 @@ def seeds_table(runs: Sequence[FinishedRun]) -> str:
     for domain in runs[0].figures():
         cells = []
         for values, spec in zip(zip(*(r.figures()[domain] for r in runs), strict=True), FORMATS, strict=True):
-            cells.append(f"{statistics.mean(values):{spec}} +- {statistics.stdev(values):{spec}}".rjust(cell))
+            known = [v for v in values if not math.isnan(v)]   # no gap to close where rounding added none
+            text = f"{statistics.mean(known):{spec}} +- {statistics.stdev(known):{spec}}" if len(known) == len(values) else "-"
+            cells.append(text.rjust(cell))
         lines.append(f"{'mean +- std':<{width}} {len(runs):>6} {domain:<9} " + " ".join(cells))
     lines.append(f"mean and sample standard deviation over {len(runs)} seeds; parent, rounded and QAT are perplexities, KL is in nats")
     return "\n".join(lines)

@@ -49,6 +49,7 @@ class MoEArch:
     attention: str = r".*\.(self_attn|linear_attn)\..*\.weight"                  # what `quant.attention` covers, where it is a linear layer
     router: str = r".*\.mlp\.gate\..*"                                           # the tensors that pick experts
     layout: Literal["compressed-tensors", "gpt-oss"] = "compressed-tensors"      # how the export packs the experts
+    misread: str | None = None    # what transformers does with the export, where it does not read it right
 
     def canonical(self, weight: Tensor) -> Tensor:
         """A fused weight as [E, out, in]: a view."""

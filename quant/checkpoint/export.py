@@ -54,6 +54,8 @@ def export_run(run_dir: Path, out: Path, *, parent_dir: Path | None = None) -> E
     refuse_existing(out)
     run = Run.open(run_dir)
     parent = parent_dir or run.parent
+    if not parent.is_dir():
+        raise FileNotFoundError(f"{parent}: the parent that {run_dir} was made from is not there. Give its place now with --parent DIR.")
     reader = CheckpointReader(parent)
     if (found := sha256_of_weights(parent)) != run.parent_sha256:
         raise ValueError(f"{parent}: is not the parent of {run_dir}: weights hash to {found[:12]}, the run was made from {run.parent_sha256[:12]}. "

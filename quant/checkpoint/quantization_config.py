@@ -43,6 +43,8 @@ def quantization_config(plan: QuantPlan, *, reader: CheckpointReader, packed: se
 
 def reader_warnings(plan: QuantPlan) -> tuple[str, ...]:
     """Who cannot read what this plan mixes, each a sentence; measured with transformers 5.24.0 and compressed-tensors 0.20.1."""
+    if plan.arch.misread is not None:
+        return (f"{plan.arch.misread}. kilotok reads the directory right; vLLM was not run here.",)
     kept = {w.module: set[str]() for w in plan.experts}
     for w in plan.experts:
         kept[w.module].add(w.format)

@@ -241,7 +241,7 @@ def test_pocket(pocket: Path, mode: ScaleMode) -> None:
     lines = plan.table().splitlines()
     total = lines[-1]
     assert total.split()[:4] == ["total", str(sum(r.count for r in plan.rows)), "13.93", "7.00"]
-    assert total.endswith(f"50% of the bytes; 12 expert tensors, scale_mode {mode}")
+    assert total.endswith(f"50% of the bytes; of 12 fused expert tensors 12 in MXFP4, scale_mode {mode}; 4.25 bits a routed expert weight")
     gate_up = next(line for line in lines if line.startswith(f"{EXPERTS}.gate_up_proj"))
     assert gate_up.split()[1:5] == ["6", "8x256x256", "6.29", "1.67"] and gate_up.endswith("MXFP4 (routed experts)")
     assert len(lines) == len(plan.rows) + 2

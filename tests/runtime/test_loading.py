@@ -259,3 +259,15 @@ def test_weights_of_another_config_are_named_with_both_shapes(out: Path) -> None
 def test_a_device_that_is_not_there(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refused(out, ValueError, r"^device: cuda asked for, but torch sees no CUDA device\. Use cpu, or install a CUDA build of torch\.$", device="cuda")
+
+
+@pytest.mark.parametrize("keep_format", ["bf16", "mxfp8"])
+def test_layers_kept_at_higher_precision_are_served_as_they_were_trained(keep_format: str, tmp_path: Path) -> None:
+    parent = save_tiny_moe(tmp_path / "parent")
+    out = export_experts(parent, tmp_path / "out", quant={"keep": ["model.layers.1.*"], "keep_format": keep_format})
+    model = load_exported_model(out, dtype=torch.float32)
+    executor = load_executor(out, device="cpu", dtype=torch.float32)
+    experts = dict(model.named_parameters())
+    for i, layer in enumerate(executor.weights.layers):
+        assert torch.equal(layer.gate_up, experts[f"model.layers.{i}.mlp.experts.gate_up_proj"])
+        assert torch.equal(layer.down, experts[f"model.layers.{i}.mlp.experts.down_proj"])

@@ -23,7 +23,7 @@ def test_existing_run_is_refused_and_untouched(tiny_recipe: Path, tmp_path: Path
     assert train(["qat", str(tiny_recipe)]) == 2
     assert "--resume" in capsys.readouterr().err
     assert train(["qat", str(tiny_recipe), "--resume", "--optim.lr", "0.5"]) == 2
-    assert "another recipe (now 'lr: 0.5')" in capsys.readouterr().err
+    assert "another recipe (now optim.lr: 0.5, was 0.001)" in capsys.readouterr().err
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from kilotok.train.cli import main as train
 from kilotok.train.report import qat_report, qat_table
+from kilotok.train.seeds import FinishedRun, seeds_table
 
 MODULES = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
 
@@ -28,7 +29,8 @@ def meta(**changes: Any) -> dict[str, Any]:
     layer = {"experts": 4, "tokens_min": 0, "tokens_median": 3.0, "tokens_max": 9, "max_over_mean": 2.25, "variation": 0.9, "entropy": 0.7}
     return {
         "kind": "qat", "status": "complete", "max_steps": 6, "seed": 5, "versions": {}, "parent": {"path": "/m", "sha256": "ab" * 32}, "text_sha256": "cd",
-        "quant": {"scale_mode": "even", "experts": "mxfp4"}, "plan": {"expert_tensors": 4, "bytes_before": 4_000_000, "bytes_after": 1_000_000},
+        "quant": {"scale_mode": "even", "experts": "mxfp4"}, "plan": {"expert_tensors": 4, "bytes_before": 4_000_000, "bytes_after": 1_000_000,
+            "summary": "of 4 fused expert tensors 4 in MXFP4, scale_mode even; 4.25 bits a routed expert weight"},
         "loss": {"ce_weight": 0.0}, "heldout_text": {"code": "a file", "prose": "a book"},
         "round_to_nearest": {"code": quality(kl=0.4, ce=2.4), "prose": quality(kl=0.8, ce=2.4, tokens=300)},
         "qat": {"code": quality(kl=0.1, ce=2.1), "prose": quality(kl=0.4, ce=2.21, tokens=300)},
@@ -56,7 +58,7 @@ def test_the_screen_has_the_same_rows(capsys: pytest.CaptureFixture[str]) -> Non
     assert [line.split()[0] for line in lines[1:13]] == ["code,", "parent", "round-to-nearest,", "QAT,", "prose,", "parent", "round-to-nearest,", "QAT,",
                                                          "all,", "parent", "round-to-nearest,", "QAT,"]
     assert lines[4].split() == ["QAT,", "even", f"{math.exp(2.1):.4f}", "75.0%", "0.10000", "75.0%"]
-    assert "4 fused expert tensors in MXFP4, scale_mode even" in lines[13] and "1.00 MB after (25%)" in lines[13]
+    assert "of 4 fused expert tensors 4 in MXFP4, scale_mode even" in lines[13] and "1.00 MB after (25%)" in lines[13]
 
 
 def test_shares_of_nothing_are_dashes() -> None:
@@ -67,7 +69,9 @@ def test_shares_of_nothing_are_dashes() -> None:
 
 
 def test_a_bf16_run_is_called_what_it_is() -> None:
-    text = qat_table(meta(quant={"scale_mode": "even", "experts": "bf16"}))
+    plan = {"expert_tensors": 4, "bytes_before": 4_000_000, "bytes_after": 4_000_000,
+            "summary": "of 4 fused expert tensors 4 in bf16; 16 bits a routed expert weight"}
+    text = qat_table(meta(quant={"scale_mode": "even", "experts": "bf16"}, plan=plan))
     assert "bf16, trained" in text and "MXFP4" not in text and "QAT" not in text
 
 
@@ -201,3 +205,12 @@ def test_what_is_no_finished_run_is_refused(fake_runs: Callable[..., list[str]],
         (Path(run) / "meta.json").write_text(json.dumps(broken))
         assert train(["qat-report", run]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_seeds_of_a_text_that_rounding_does_not_hurt() -> None:
+    """No gap to close: a dash, and the other figures have their mean."""
+    better = {"code": quality(kl=0.1, ce=1.9), "prose": quality(kl=0.8, ce=2.4, tokens=300)}
+    recipe = {"run": "a", "trainer": {"seed": 1}}
+    runs = [FinishedRun(name=f"r{i}", meta=meta(round_to_nearest=better), recipe={**recipe, "trainer": {"seed": i}}) for i in range(3)]
+    rows = [line.split() for line in seeds_table(runs).splitlines() if line.startswith("mean +- std")]
+    assert [r[4] for r in rows] == ["code", "prose", "all"] and "-" in rows[0] and "nan" not in " ".join(rows[0]) and "-" not in rows[1]
