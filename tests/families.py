@@ -28,7 +28,7 @@ class Family:
     expert_on_disk: str = "model.layers.1.mlp.experts.3.gate_proj.weight"
     router_on_disk: str = "model.layers.1.mlp.gate.weight"
     shared: tuple[str, ...] = field(default=())        # in-memory names of the shared expert's weights in layer 1
-    transformers_reads: bool = True                    # with compressed-tensors, or as its own MXFP4
+    transformers_reads: bool = True                    # under the same names, with compressed-tensors or as its own MXFP4
 
 
 SHARED = tuple(f"model.layers.1.mlp.shared_expert.{p}_proj.weight" for p in ("gate", "up", "down"))
@@ -50,14 +50,15 @@ FAMILIES: dict[str, Family] = {
     "mimo_v2_flash": Family(config={"n_routed_experts": 4, "num_experts": 4}, layers=(1,)),
     "ernie4_5_moe": Family(config={"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1}, layers=(1,), shared=SHARED_S),
     "kimi_linear": Family(config={"num_experts": 4, "num_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": None, **MLA}, layers=(1,),
-                          shared=SHARED_S, **W_NAMES, transformers_reads=False),   # 5.24.0 drops the q/k/v convolutions under compressed-tensors
+                          shared=SHARED_S, **W_NAMES, transformers_reads=False),   # 5.24.0 fails to merge the convolutions under compressed-tensors
     "granitemoe": Family(config={"num_local_experts": 4, "intermediate_size": 32}, expert_on_disk="model.layers.1.block_sparse_moe.input_linear.weight",
                          router_on_disk="model.layers.1.block_sparse_moe.router.layer.weight", transformers_reads=False),
     "gpt_oss": Family(config={"num_local_experts": 4, "intermediate_size": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
                       expert_on_disk="model.layers.1.mlp.experts.gate_up_proj", router_on_disk="model.layers.1.mlp.router.weight"),
     "llama4_text": Family(config={"num_local_experts": 4, "intermediate_size": 32, "intermediate_size_mlp": 64, "moe_layers": [1]}, layers=(1,),
                           expert_on_disk="model.layers.1.feed_forward.experts.gate_up_proj", router_on_disk="model.layers.1.feed_forward.router.weight",
-                          shared=tuple(f"model.layers.1.feed_forward.shared_expert.{p}_proj.weight" for p in ("gate", "up", "down")), transformers_reads=False),
+                          shared=tuple(f"model.layers.1.feed_forward.shared_expert.{p}_proj.weight" for p in ("gate", "up", "down")),
+                          transformers_reads=False),   # into linear layers of other names: test_export_formats.py compares logits
 }
 
 

@@ -7,5 +7,5 @@ ARCH = MoEArch(
     model_types=("kimi_linear",),
     fused={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
     renamed=(".mlp.", ".block_sparse_moe."),
-    misread="transformers 5.24 loads Kimi-Linear's convolutions with RANDOM weights from any compressed-tensors directory and only warns",
+    misread="transformers 5.24 refuses it: its merging of Kimi-Linear's convolutions fails on any compressed-tensors directory",
 )

@@ -8,7 +8,6 @@ ARCH = MoEArch(
     experts=r"model\.layers\.\d+\.feed_forward\.experts",
     stored="fused",
     transposed=True,
-    misread="transformers 5.24 takes no experts one by one for Llama 4: it loads them with RANDOM weights and only warns",
     not_experts=(r".*\.feed_forward\.shared_expert\..*", r".*\.feed_forward\.(gate|up|down)_proj\..*"),
     shared=r".*\.feed_forward\.shared_expert\.(gate|up|down)_proj\.weight",
     router=r".*\.feed_forward\.router\..*",

@@ -188,3 +188,25 @@ def test_the_export_says_who_cannot_read_it(keep: list[str], said: str | None, t
     assert kilotok(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert len(warned) == (said is not None) and all(said in line for line in warned if said is not None)
+
+
+def test_transformers_makes_linear_layers_of_llama_4_experts_and_reads_them(tmp_path: Path) -> None:
+    parent = save_family(tmp_path / "parent", "llama4_text")
+    finished_run(tmp_path / "run", parent, move=0.02)
+    assert export_run(tmp_path / "run", tmp_path / "out").warnings == ()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
+    ours = load_exported_model(tmp_path / "out", dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(theirs(IDS, use_cache=False).logits, ours(IDS, use_cache=False).logits)
+
+
+def test_the_export_says_which_family_transformers_misreads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, said in (("granitemoe", "RANDOM"), ("kimi_linear", "refuses it")):
+        parent = save_family(tmp_path / name, name)
+        finished_run(tmp_path / f"{name}-run", parent)
+        assert kilotok(["export", str(tmp_path / f"{name}-run"), str(tmp_path / f"{name}-out")]) == 0
+        assert "warning: transformers 5.24" in (printed := capsys.readouterr().out) and said in printed
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "granitemoe-out", output_loading_info=True)
+    assert any("experts" in n for n in report["missing_keys"])   # what it fills with random values
+    with pytest.raises(RuntimeError, match="conversion"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "kimi_linear-out")
