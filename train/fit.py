@@ -6,8 +6,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from ..quant.checkpoint.run import newest_checkpoint
-from .callbacks import AtomicCheckpointIO
+from .callbacks import AtomicCheckpointIO, save_final
 from .config import QATTrainerConfig, TrainerConfig
 from .loggers import wandb_logger
 from .recipe import RecipeError
@@ -47,6 +46,4 @@ def fit(trainer: L.Trainer, module: L.LightningModule, *, data: L.LightningDataM
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
     if trainer.global_step != max_steps:
         raise RuntimeError(f"train: stopped at step {trainer.global_step} of {max_steps}. Continue with --resume.")
-    final = run_dir / "checkpoints" / f"step-{trainer.global_step:08d}.ckpt"
-    if newest_checkpoint(run_dir) != final:
-        trainer.save_checkpoint(final)
+    save_final(trainer, run_dir=run_dir)

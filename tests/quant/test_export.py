@@ -289,7 +289,7 @@ def break_run_other_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("damage", "parts"), [
     (break_parent_truncate, ["model.safetensors", "truncated or damaged"]),
     (break_parent_change, ["is not the parent of", "--parent"]),
-    (break_parent_remove, ["tiny", "safetensors"]),
+    (break_parent_remove, ["tiny", "is not there", "--parent DIR"]),
     (break_run_nan, ["model.layers.0.mlp.experts.1.gate_proj.weight", "nan at index (2, 3)"]),
     (break_run_truncate, ["step-00000006.ckpt", "cannot be read as a checkpoint", "--resume"]),
     (break_run_empty, ["no checkpoint yet", "--resume"]),

@@ -24,6 +24,8 @@ SHORT_DISTILL = ["trainer.max_steps=2", "data.max_new_tokens=12", "data.prompts_
                  "data.train=[{domain: code, stdlib: true, part: train, documents: 8}]"]
 SHORT_VALIDATE = ["prompts-per-domain=2", "max-tokens=16", "quality-tokens=64"]
 
+pytestmark = pytest.mark.xdist_group("demo")   # one demo for all, not one a process
+
 
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:

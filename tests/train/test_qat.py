@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from kilotok.quant.checkpoint.run import Run
+from kilotok.train.callbacks import save_final
 from kilotok.train.cli import main as train
 from kilotok.train.qat import QATModule
 
@@ -282,3 +283,26 @@ def test_a_run_started_before_there_were_more_options_goes_on(tiny_recipe: Path,
 def test_options_without_effect_are_refused(options: list[str], said: str, tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(["qat", str(tiny_recipe), *options]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_whether_the_last_checkpoint_is_missing_is_decided_by_one_rank_for_all(tmp_path: Path) -> None:
+    """Each looking for itself, one may see the file that another has just written, and not meet it in the barrier of the save."""
+    saved: list[Path] = []
+
+    class Strategy:
+        def broadcast(self, missing: bool) -> bool:
+            return not missing   # what the first rank saw
+
+    class Trainer:
+        global_step, strategy = 6, Strategy()
+
+        def save_checkpoint(self, path: Path) -> None:
+            saved.append(path)
+
+    final = tmp_path / "checkpoints" / "step-00000006.ckpt"
+    save_final(Trainer(), run_dir=tmp_path)   # type: ignore[arg-type]
+    assert saved == []
+    final.parent.mkdir()
+    final.touch()
+    save_final(Trainer(), run_dir=tmp_path)   # type: ignore[arg-type]
+    assert saved == [final]

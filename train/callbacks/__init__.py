@@ -2,8 +2,8 @@
 
 from .atomic_io import AtomicCheckpointIO
 from .coverage import CountExperts
-from .final import FinalFigures
+from .final import FinalFigures, save_final
 from .heldout import HeldoutFigures
 from .metrics_csv import MetricsCSV
 
-__all__ = ["AtomicCheckpointIO", "CountExperts", "FinalFigures", "HeldoutFigures", "MetricsCSV"]
+__all__ = ["AtomicCheckpointIO", "CountExperts", "FinalFigures", "HeldoutFigures", "MetricsCSV", "save_final"]

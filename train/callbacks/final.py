@@ -24,7 +24,12 @@ class FinalFigures(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.global_step != self.max_steps:
             return
-        final = self.run_dir / "checkpoints" / f"step-{trainer.global_step:08d}.ckpt"
-        if newest_checkpoint(self.run_dir) != final:
-            trainer.save_checkpoint(final)
+        save_final(trainer, run_dir=self.run_dir)
         self.after()
+
+
+def save_final(trainer: L.Trainer, *, run_dir: Path) -> None:
+    """A checkpoint of the step the trainer is at, unless there is one. The first rank looks for all: what is on the disk changes while they look."""
+    final = run_dir / "checkpoints" / f"step-{trainer.global_step:08d}.ckpt"
+    if trainer.strategy.broadcast(newest_checkpoint(run_dir) != final):
+        trainer.save_checkpoint(final)
