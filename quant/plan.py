@@ -273,12 +273,13 @@ def _rows(model: nn.Module, *, config: Any, arch: MoEArch, weights: Sequence[Pla
     planned = {w.name: w for w in weights}
     dtype = config.dtype or torch.bfloat16
     kept = f"kept {str(dtype).removeprefix('torch.')}"
-    groups = Counter((re.sub(r"\.\d+\.", ".*.", n), tuple(p.shape), planned[n].format if n in planned else None) for n, p in model.named_parameters())
-    example = {(re.sub(r"\.\d+\.", ".*.", n), tuple(p.shape), planned[n].format if n in planned else None): n for n, p in model.named_parameters()}
+    groups: dict[tuple[str, tuple[int, ...], str | None], list[str]] = {}
+    for name, parameter in model.named_parameters():
+        fmt = planned[name].format if name in planned else None
+        groups.setdefault((re.sub(r"\.\d+\.", ".*.", name), tuple(parameter.shape), fmt), []).append(name)
     rows = []
-    for key, count in groups.items():
-        pattern, shape, fmt = key
-        weight = planned.get(example[key])
+    for (pattern, shape, fmt), names in groups.items():
+        weight, count = planned.get(names[0]), len(names)
         before = count * torch.Size(shape).numel() * (torch.finfo(dtype).bits // 8)
         after = before
         if weight is not None and fmt is not None and fmt != "bf16" and weight.role != "router":   # both are written in the parent's dtype

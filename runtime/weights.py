@@ -42,6 +42,7 @@ def load_executor(directory: Path, *, device: str, dtype: torch.dtype, taps: tup
 def read_weights(directory: Path, *, graph: ModelGraph, config: dict[str, Any], device: str, dtype: torch.dtype) -> ModelWeights:
     reader = CheckpointReader(directory)
     arch = find_arch(config["model_type"], where=str(directory))
+    stems = packed_stems(reader)
     packed = read_exported_experts(directory, arch=arch) if config.get("quantization_config") is not None else None
 
     def get(name: str, *shape: int) -> Tensor:
@@ -52,8 +53,6 @@ def read_weights(directory: Path, *, graph: ModelGraph, config: dict[str, Any], 
 
     def unpacked(name: str) -> Tensor:
         """Experts that are not in MXFP4: a plain checkpoint's, or those a plan keeps at higher precision."""
-        stems = packed_stems(reader)
-
         def part(name: str) -> Tensor:
             stem = name.removesuffix(".weight")
             return read_packed(reader, stem, fmt=stems[stem]) if stem in stems else reader.get(name)

@@ -22,21 +22,23 @@ from torch import Tensor, nn
 from ..kernels.loss import distillation_sums_ref
 from ..quant.archs import load_config, load_model, load_tokenizer
 from ..quant.archs.gguf import DenseModel, read_gguf
-from ..quant.archs.split_dense import add_noise, check_splittable, experts_modules, mixtral_of, router_inputs, router_rows, routers
+from ..quant.archs.split_dense import add_noise, check_splittable, mixtral_of, router_inputs, router_rows, routers
 from ..quant.checkpoint import new_directory, require_free_space, sha256_of_weights, write_atomically
 from ..quant.checkpoint.disk import share
+from ..quant.experts import attach_fake_quant
+from ..quant.plan import PlanOptions, make_plan
 from ..quant.quality import head_weight, hidden_states, measure_quality
 from .build_config import BuildRecipe, HealConfig
 from .data import TextData
+from .fit import with_warmup_cosine
 from .loggers import quiet_lightning
 from .packing import spread
+from .precision import AUTOCAST
 from .provenance import run_record
 from .recipe import RecipeError
 from .run_dir import require_finite
-from .schedule import warmup_cosine
 
 RECORD = "build.json"
-AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16}
 # Largest difference of a logit, relative to the largest logit. Both models sum the same fp32 products in another order, once a layer; seen:
 # 15 eps for 30 layers. A shard in the wrong place or a token that goes to parts of two replicas moves logits by a thousand times as much.
 LOGIT_BOUND = 128 * 2.0**-23
@@ -77,9 +79,7 @@ class HealModule(L.LightningModule):
         o, steps = self.config.optim, self.config.max_steps
         params = [p for p in self.student.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(params, lr=o.lr, betas=o.betas, weight_decay=o.weight_decay)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda s: warmup_cosine(s, warmup_steps=o.warmup_steps, max_steps=steps, final_ratio=o.final_lr_ratio))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return with_warmup_cosine(optimizer, warmup_steps=o.warmup_steps, max_steps=steps, final_ratio=o.final_lr_ratio)
 
 
 def run_build(recipe: BuildRecipe) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def run_build(recipe: BuildRecipe) -> dict[str, Any]:
         "check": compare_logits(model, dense=dense, rows=[r for d in data.heldout.values() for r in _some(d, count=recipe.rows)])}
     _require_equal(record["check"])
 
-    with experts_in_autocast(model):
+    with experts_in_bf16(model) if heal.precision == "bf16-mixed" else contextlib.nullcontext():
         _noise_and_heal(model, dense=dense, data=data, recipe=recipe, generator=generator, record=record)
     with new_directory(out) as folder:
         _write(folder, model=model.cpu(), tokenizer=tokenizer, record=record)
@@ -197,25 +197,15 @@ def counted_choices(model: nn.Module, *, shards: int) -> Iterator[list[Choices]]
 
 
 @contextlib.contextmanager
-def experts_in_autocast(model: nn.Module) -> Iterator[None]:
-    """Under autocast the experts compute in its dtype in the block: transformers' grouped product takes no part in autocast by itself and would run
-    fp32 masters in fp32. The cast weights lie over the parameters, as attributes of the modules, from before a forward until after it."""
-
-    def enter(module: nn.Module, args: Any) -> None:
-        device = args[0].device.type
-        if torch.is_autocast_enabled(device):
-            module.__dict__.update({n: p.to(torch.get_autocast_dtype(device)) for n, p in module._parameters.items() if p is not None})
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        for name in module._parameters:
-            module.__dict__.pop(name, None)
-
-    handles = [h for m in experts_modules(model) for h in (m.register_forward_pre_hook(enter), m.register_forward_hook(leave, always_call=True))]
+def experts_in_bf16(model: nn.Module) -> Iterator[None]:
+    """The experts compute with their masters rounded to bf16 in the block: the seam of QAT with nothing quantized. transformers' grouped product takes no
+    part in autocast by itself and would run fp32 masters in fp32."""
+    plan = make_plan(model.config, scale_mode="even", where="train build-moe", options=PlanOptions(experts="bf16"))
+    attached = attach_fake_quant(model, plan=plan)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        attached.detach()
 
 
 def _device(heal: HealConfig) -> torch.device:

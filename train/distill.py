@@ -26,7 +26,7 @@ from .data import describe_source
 from .distill_config import DistillRecipe
 from .distill_data import SUPERVISED, PromptData, RowData, packed_rows
 from .draft_shape import draft_plan, resolve_shape
-from .fit import fit, make_trainer, require_accelerator
+from .fit import fit, make_trainer, require_accelerator, with_warmup_cosine
 from .loggers import quiet_lightning
 from .optim import MuonAdamW, parameter_groups
 from .precision import AUTOCAST
@@ -34,7 +34,6 @@ from .prompts import to_jsonl
 from .recipe import RecipeError
 from .responses import Answering, check_stored, generate_responses
 from .run_dir import completed, open_run, rank_zero_print, require_finite, resume_point, write_meta
-from .schedule import warmup_cosine
 from .slot_pass import slot_pass
 
 LOGGED = ("loss", "accuracy", "first_slot_accuracy", "lr")
@@ -83,9 +82,7 @@ class DistillModule(L.LightningModule):
         groups = parameter_groups(self.draft, muon_lr=o.muon_lr, muon_weight_decay=o.muon_weight_decay, adamw_lr=o.adamw_lr,
                                   adamw_weight_decay=o.adamw_weight_decay, betas=o.betas, momentum=o.momentum)
         optimizer = MuonAdamW(groups)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda s: warmup_cosine(s, warmup_steps=o.warmup_steps, max_steps=steps, final_ratio=o.final_lr_ratio))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return with_warmup_cosine(optimizer, warmup_steps=o.warmup_steps, max_steps=steps, final_ratio=o.final_lr_ratio)
 
 
 def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:

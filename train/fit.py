@@ -1,6 +1,7 @@
 """The Lightning trainer of a run, the same for every kind of training."""
 
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -10,6 +11,7 @@ from .callbacks import AtomicCheckpointIO, save_final
 from .config import QATTrainerConfig, TrainerConfig
 from .loggers import wandb_logger
 from .recipe import RecipeError
+from .schedule import warmup_cosine
 from .sharding import ShardedStrategy
 
 
@@ -39,6 +41,13 @@ def make_trainer(config: TrainerConfig, *, run_dir: Path, max_grad_norm: float |
         log_every_n_steps=config.log_every_steps, callbacks=[*callbacks, checkpoints], logger=wandb_logger(config.wandb_project, run_dir=run_dir),
         plugins=[] if sharded else [AtomicCheckpointIO()], limit_val_batches=0, num_sanity_val_steps=0, enable_model_summary=False,
         use_distributed_sampler=False, default_root_dir=run_dir)
+
+
+def with_warmup_cosine(optimizer: torch.optim.Optimizer, *, warmup_steps: int, max_steps: int, final_ratio: float) -> dict[str, Any]:
+    """What `configure_optimizers` returns: the optimizer, its rate following `warmup_cosine` step by step."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda s: warmup_cosine(s, warmup_steps=warmup_steps, max_steps=max_steps, final_ratio=final_ratio))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def fit(trainer: L.Trainer, module: L.LightningModule, *, data: L.LightningDataModule, checkpoint: Path | None, run_dir: Path, max_steps: int) -> None:

@@ -17,10 +17,10 @@ from ..quant.experts import attach_fake_quant
 from ..quant.plan import QuantPlan
 from ..quant.quality import head_weight, hidden_states
 from .config import QATRecipe
+from .fit import with_warmup_cosine
 from .hidden import hidden_mse, layer_outputs
 from .precision import AUTOCAST
 from .run_dir import require_finite
-from .schedule import warmup_cosine
 from .sharding import materialize, shard_model
 from .teacher import OffloadedLayers, offload_layers
 
@@ -70,10 +70,10 @@ class QATModule(L.LightningModule):
     def on_fit_start(self) -> None:
         if self._source is not None:
             return
-        if not self.recipe.loss.teacher_offload:
-            self.parent.to(self.device)
-        elif self.offloaded is None:   # it is called twice: the held-out figures before the first step need it too
+        if self.recipe.loss.teacher_offload:
             self.offloaded = offload_layers(self.parent, device=self.device)
+        else:
+            self.parent.to(self.device)
 
     def training_step(self, batch_BT: Tensor, batch_idx: int) -> Tensor:
         inputs, labels = batch_BT[:, :-1], batch_BT[:, 1:].flatten()
@@ -109,9 +109,7 @@ class QATModule(L.LightningModule):
         o, steps = self.recipe.optim, self.recipe.trainer.max_steps
         params = [p for p in self.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(params, lr=o.lr, betas=o.betas, weight_decay=o.weight_decay)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda s: warmup_cosine(s, warmup_steps=o.warmup_steps, max_steps=steps, final_ratio=o.final_lr_ratio))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return with_warmup_cosine(optimizer, warmup_steps=o.warmup_steps, max_steps=steps, final_ratio=o.final_lr_ratio)
 
     @torch.no_grad()
     def round_as_exported(self) -> None:

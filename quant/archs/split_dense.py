@@ -124,7 +124,3 @@ def routers(model: nn.Module) -> list[nn.Module]:
     """The router of every layer; its output is (logits, weights, expert ids [T, K])."""
     return [layer.mlp.gate for layer in model.model.layers]  # type: ignore[union-attr]
 
-
-def experts_modules(model: nn.Module) -> list[nn.Module]:
-    """The module of every layer that owns the fused expert weights."""
-    return [layer.mlp.experts for layer in model.model.layers]  # type: ignore[union-attr]

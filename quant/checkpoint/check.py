@@ -45,8 +45,7 @@ def require_fitting_parent(reader: CheckpointReader, *, config: Any, plan: Quant
         if not shapes:
             if name == HEAD and tied:
                 continue
-            raise ValueError(f"{reader.directory}: no tensor named {name}, which the config asks for. The checkpoint is incomplete, or stores its experts in "
-                             "another layout than one tensor an expert and projection.")
+            raise ValueError(f"{reader.directory}: no tensor named {name}, which the config asks for. The checkpoint is incomplete: fetch it again.")
         merged = len(shapes) > 1 or len(shapes[0]) != len(shape)   # on loading, from parts or with a dim of one more or less
         if sum(torch.Size(s).numel() for s in shapes) != torch.Size(shape).numel() or (not merged and shapes[0] != shape):
             raise ValueError(f"{reader.directory}: {name} has shape {shapes[0]}; its config.json asks for {shape}. They do not belong together.")

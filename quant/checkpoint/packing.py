@@ -25,7 +25,7 @@ BLOCKS, SCALES = "_blocks", "_scales"   # of the gpt-oss layout
 class ParentTensors:
     """The parent's tensors by name, each with what the run made of it.
 
-    trained: by in-memory name. Errors: ValueError for a trained tensor that has no place on disk.
+    trained: by in-memory name; each of the model's, and the parent complete (`require_fitting_parent`).
     """
 
     def __init__(self, reader: CheckpointReader, *, config: Any, plan: QuantPlan, trained: dict[str, Tensor]) -> None:
@@ -38,8 +38,8 @@ class ParentTensors:
         self._trained_on_disk = to_disk_state(model, others) if others else {}
         for name, tensor in others.items():   # the parent may keep a name that transformers would write otherwise
             self._trained_on_disk.setdefault(name, tensor)
-        if others and not (placed := set(self._trained_on_disk) & set(reader.names)):
-            raise ValueError(f"export: none of {len(others)} trained tensors has a place in {reader.directory}; looked for {min(others)}. Found {len(placed)}.")
+        unplaced = set(others) - set(self.memory_name.values())
+        assert not unplaced, f"{min(unplaced)}: trained, and no tensor of {reader.directory} becomes it; the parent and the run were checked before"
 
     def planned(self, name: str) -> PlannedWeight | None:
         """The plan's entry for a tensor of the parent."""

@@ -153,7 +153,7 @@ def test_under_autocast_the_experts_compute_in_bf16_and_keep_fp32_masters(build:
     assert all(s["whole_replica_share"] == 1.0 and 0 < s["quality"]["text"]["kl"] < 0.01 for s in record["stages"].values())
     moe = load_model(tmp_path / "out", dtype=torch.float32)
     experts, seen = moe.model.layers[0].mlp.experts, []
-    with build_moe.experts_in_autocast(moe):
+    with build_moe.experts_in_bf16(moe):
         handle = experts.register_forward_pre_hook(lambda module, args: seen.append(module.down_proj.dtype))
         for precision in (torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False)):
             with precision:

@@ -9,7 +9,7 @@ from ...quant.checkpoint.run import newest_checkpoint
 
 
 class FinalFigures(L.Callback):
-    """`before` once the model is on its device; at the last step a checkpoint of that step, then `after`.
+    """`before` once everything is on its device; at the last step a checkpoint of that step, then `after`.
 
     Both run on every rank: sharded models need all of them in every forward.
     """
@@ -17,8 +17,7 @@ class FinalFigures(L.Callback):
     def __init__(self, *, before: Callable[[], None], after: Callable[[], None], run_dir: Path, max_steps: int) -> None:
         self.before, self.after, self.run_dir, self.max_steps = before, after, run_dir, max_steps
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        pl_module.on_fit_start()   # the module's own comes after the callbacks'
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.before()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
