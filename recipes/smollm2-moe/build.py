@@ -1,6 +1,7 @@
 """The artifacts that later work starts from: the mixture of experts, a short QAT of it, and the exported MXFP4 directory.
 
-OUT/moe (bf16), OUT/run (QAT run), OUT/mxfp4 (export). Seeded; meant to stay below four minutes on one H200, which was not timed yet. Each stage is the command a user would type.
+OUT/moe (bf16), OUT/run (QAT run), OUT/mxfp4 (export). Seeded; meant to stay below four minutes on one
+H200, which was not timed yet. Each stage is the command a user would type.
 """
 
 import argparse
