@@ -183,4 +183,4 @@ def routing_to(routing: Routing, device: str) -> Routing:
     """The same list on another device."""
     moved = [t.to(device) for t in routing.tensors()]
     return Routing(num_tiles=moved[0], experts_M=moved[1], pairs_MC=moved[2], weights_MC=moved[3], num_experts_T=moved[4],
-                   num_experts_per_token=routing.num_experts_per_token)
+                   num_experts_per_token=routing.num_experts_per_token, num_experts=routing.num_experts)

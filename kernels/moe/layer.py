@@ -26,11 +26,13 @@ from .device import add_partials, consume_down, consume_gate_up, first_down_colu
 from .product import (
     Stages,
     check_device,
+    check_routing,
     constants_of,
     descriptors,
     down_ref,
     gate_up_ref,
     num_programs,
+    require,
 )
 from .routing import TILE_COLUMNS, Routing, max_tiles
 from .stream import cta_barrier, make_ring, make_scale_ring, program, stream_weights
@@ -64,7 +66,7 @@ def experts_ref(x_TD: Tensor, weights: ExpertWeights, routing: Routing, *, dtype
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """What a layer writes on the way; one serves all layers of a model, for up to its number of tokens."""
+    """What a layer writes on the way; one serves all layers of a model that have the same sizes, for up to its number of tokens."""
 
     inter_MCF: Tensor       # bf16
     partials_RD: Tensor     # fp32, a row a pair
@@ -107,9 +109,16 @@ class Experts:
         With several layers x, y and the tensors of the routing have a leading dimension of layers, and expert numbers are those of the layer.
         """
         weights, space = self.weights, self.workspace
-        check_device(x_TD, weights, where="experts")
-        if x_TD.dim() != (2 if self.num_layers == 1 else 3) or (x_TD.dim() == 3 and len(x_TD) != self.num_layers) or y_TD.shape != x_TD.shape:
-            raise ValueError(f"experts: x and y must have {self.num_layers} layers and one shape; got {tuple(x_TD.shape)} and {tuple(y_TD.shape)}.")
+        where, hidden, num_tokens = "experts", weights.hidden_size, x_TD.shape[-2] if x_TD.dim() > 1 else 0
+        shape = (num_tokens, hidden) if self.num_layers == 1 else (self.num_layers, num_tokens, hidden)
+        require(where, "x", x_TD, shape, torch.bfloat16, like=x_TD)
+        require(where, "y", y_TD, shape, torch.float32, like=x_TD)
+        check_routing(where, routing, num_layers=self.num_layers, num_experts=weights.num_experts // self.num_layers, num_tokens=num_tokens, like=x_TD)
+        require(where, "the workspace's inter_MCF", space.inter_MCF, (routing.experts_M.shape[-1], TILE_COLUMNS, weights.channels), torch.bfloat16, like=x_TD,
+                or_more=True)
+        require(where, "the workspace's partials_RD", space.partials_RD, (num_tokens * routing.num_experts_per_token, hidden), torch.float32, like=x_TD,
+                or_more=True)
+        check_device(x_TD, weights, where=where)
         up_bias, down_bias = weights.gate_up_bias_E2F, weights.down_bias_ED
         none = routing.weights_MC   # a pointer that is not read
         _layer_kernel[(num_programs(x_TD.device),)](
@@ -123,8 +132,10 @@ class Experts:
         return y_TD
 
     def check_fault(self) -> None:
-        """Raises if a program gave up waiting at the barrier; waits for the device."""
+        """Raises if a program gave up waiting at the barrier, and makes the workspace ready again; waits for the device."""
         if int(self.workspace.fault):
+            self.workspace.fault.zero_()
+            self.workspace.barrier.zero_()
             raise RuntimeError("experts: a program waited seconds for the others at the grid barrier and gave up; the result is not valid. "
                                "Programs that cannot all be resident do this: is another kernel holding SMs?")
 
@@ -145,7 +156,7 @@ def grid_barrier(barrier_ptr, fault_ptr, PART: gl.constexpr, PARTITIONS: gl.cons
 
 
 @gluon.jit
-def _layer_consumer(ring, up_scales, down_scales, exchange, full, empty, go, x_ptr, inter_out_ptr, inter_ptr, partials_ptr, y_ptr, up_bias_ptr,
+def _layer_consumer(ring, up_scales, down_scales, exchange, full, empty, go, done, x_ptr, inter_out_ptr, inter_ptr, partials_ptr, y_ptr, up_bias_ptr,
                     down_bias_ptr, experts_ptr, pairs_ptr, weights_ptr, num_experts_ptr, num_tiles_ptr, barrier_ptr, fault_ptr, num_layers, layer_experts,
                     num_tokens, max_tiles, K: gl.constexpr, D: gl.constexpr, F: gl.constexpr, ACTIVATION: gl.constexpr, UP_BIAS: gl.constexpr,
                     DOWN_BIAS: gl.constexpr, UP_DEPTH: gl.constexpr, UP_DEPTH_WARPS: gl.constexpr, UP_NUM_STEPS: gl.constexpr, UP_GROUPS: gl.constexpr,
@@ -172,13 +183,15 @@ def _layer_consumer(ring, up_scales, down_scales, exchange, full, empty, go, x_p
                                    DOWN_NUM_STEPS, DOWN_GROUPS, DOWN_PARTS, DOWN_TILE_STAGES, SLOT_UNITS, STAGES, PART, PARTITIONS, PROGRAMS,
                                    NUM_WARPS, True)
         grid_barrier(barrier_ptr, fault_ptr, PART, PARTITIONS, PROGRAMS, NUM_WARPS)
-        mbarrier.arrive(go, count=1)
+        if layer + 1 < num_layers:
+            mbarrier.wait(done, layer & 1)   # with few tokens a partition may have no weights at all: the producer must not miss a turn
+            mbarrier.arrive(go, count=1)
         add_partials(partials_ptr, y_ptr + layer * num_tokens * D, num_experts_ptr + layer * num_tokens, num_tokens, PART, PARTITIONS, PROGRAMS, K, D,
                      NUM_WARPS)
 
 
 @gluon.jit
-def _layer_producer(up_codes_desc, up_scales_desc, down_codes_desc, down_scales_desc, ring, up_scales, down_scales, full, empty, go, experts_ptr,
+def _layer_producer(up_codes_desc, up_scales_desc, down_codes_desc, down_scales_desc, ring, up_scales, down_scales, full, empty, go, done, experts_ptr,
                     num_tiles_ptr, num_layers, layer_experts, max_tiles, UP_TILE_STAGES: gl.constexpr, UP_UNITS: gl.constexpr, UP_SCALE_BOX: gl.constexpr,
                     DOWN_TILE_STAGES: gl.constexpr, DOWN_UNITS: gl.constexpr, DOWN_SCALE_BOX: gl.constexpr, SLOT_UNITS: gl.constexpr, STAGES: gl.constexpr,
                     PART: gl.constexpr, PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr):
@@ -194,6 +207,7 @@ def _layer_producer(up_codes_desc, up_scales_desc, down_codes_desc, down_scales_
         # No barrier here: this is the run-ahead.
         slot, phase = stream_weights(down_codes_desc, down_scales_desc, ring, down_scales, full, empty, slot, phase, experts, first_expert, num_tiles,
                                      DOWN_TILE_STAGES, DOWN_UNITS, SLOT_UNITS, DOWN_SCALE_BOX, STAGES, PART, PARTITIONS, PROGRAMS, NUM_WARPS)
+        mbarrier.arrive(done, count=1)
 
 
 @gluon.jit
@@ -202,9 +216,11 @@ def _make_layer_ring(up_codes_desc, up_scales_desc, down_scales_desc, UP_UNITS: 
     ring, exchange, full, empty = make_ring(up_codes_desc, SLOT_UNITS, STAGES, EXCHANGE, NUM_WARPS)
     up_scales = make_scale_ring(up_scales_desc, UP_UNITS, UP_SCALE_BOX, STAGES, NUM_WARPS)
     down_scales = make_scale_ring(down_scales_desc, DOWN_UNITS, DOWN_SCALE_BOX, STAGES, NUM_WARPS)
-    go = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    go = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())     # the producer may begin a layer
+    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())   # and has asked for all of its weights
     mbarrier.init(go, count=1)
-    return ring, up_scales, down_scales, exchange, full, empty, go
+    mbarrier.init(done, count=1)
+    return ring, up_scales, down_scales, exchange, full, empty, go, done
 
 
 @gluon.jit(do_not_specialize=["num_layers", "layer_experts", "num_tokens", "max_tiles"])
@@ -221,37 +237,37 @@ def _layer_kernel(up_codes_desc, up_scales_desc, down_codes_desc, down_scales_de
     UP_ITEM: gl.constexpr = UP_GROUPS * UP_PARTS
     DOWN_ITEM: gl.constexpr = DOWN_GROUPS * DOWN_PARTS
     EXCHANGE: gl.constexpr = (UP_ITEM if UP_ITEM > DOWN_ITEM else DOWN_ITEM) * NUM_WARPS * 128
-    ring, up_scales, down_scales, exchange, full, empty, go = _make_layer_ring(
+    ring, up_scales, down_scales, exchange, full, empty, go, done = _make_layer_ring(
         up_codes_desc, up_scales_desc, down_scales_desc, UP_UNITS, UP_SCALE_BOX, DOWN_UNITS, DOWN_SCALE_BOX, SLOT_UNITS, STAGES, EXCHANGE, NUM_WARPS)
     if PARTITIONS == 1:
         gl.warp_specialize([
-            (_layer_consumer, (ring, up_scales, down_scales, exchange, full, empty, go, x_ptr, inter_out_ptr, inter_ptr, partials_ptr, y_ptr,
-                           up_bias_ptr, down_bias_ptr, experts_ptr, pairs_ptr, weights_ptr, num_experts_ptr, num_tiles_ptr, barrier_ptr, fault_ptr, num_layers,
-                           layer_experts, num_tokens, max_tiles, K, D, F, ACTIVATION, UP_BIAS, DOWN_BIAS, UP_DEPTH, UP_DEPTH_WARPS, UP_NUM_STEPS, UP_GROUPS,
-                           UP_PARTS, UP_TILE_STAGES, DOWN_DEPTH, DOWN_DEPTH_WARPS, DOWN_NUM_STEPS, DOWN_GROUPS, DOWN_PARTS, DOWN_TILE_STAGES, SLOT_UNITS,
-                           STAGES, 0, 1, PROGRAMS, NUM_WARPS)),
-            (_layer_producer, (up_codes_desc, up_scales_desc, down_codes_desc, down_scales_desc, ring, up_scales, down_scales, full, empty, go,
-                           experts_ptr, num_tiles_ptr, num_layers, layer_experts, max_tiles, UP_TILE_STAGES, UP_UNITS, UP_SCALE_BOX, DOWN_TILE_STAGES,
-                           DOWN_UNITS, DOWN_SCALE_BOX, SLOT_UNITS, STAGES, 0, 1, PROGRAMS, NUM_WARPS)),
+            (_layer_consumer, (ring, up_scales, down_scales, exchange, full, empty, go, done, x_ptr, inter_out_ptr, inter_ptr, partials_ptr, y_ptr,
+                               up_bias_ptr, down_bias_ptr, experts_ptr, pairs_ptr, weights_ptr, num_experts_ptr, num_tiles_ptr, barrier_ptr, fault_ptr,
+                               num_layers, layer_experts, num_tokens, max_tiles, K, D, F, ACTIVATION, UP_BIAS, DOWN_BIAS, UP_DEPTH, UP_DEPTH_WARPS,
+                               UP_NUM_STEPS, UP_GROUPS, UP_PARTS, UP_TILE_STAGES, DOWN_DEPTH, DOWN_DEPTH_WARPS, DOWN_NUM_STEPS, DOWN_GROUPS, DOWN_PARTS,
+                               DOWN_TILE_STAGES, SLOT_UNITS, STAGES, 0, 1, PROGRAMS, NUM_WARPS)),
+            (_layer_producer, (up_codes_desc, up_scales_desc, down_codes_desc, down_scales_desc, ring, up_scales, down_scales, full, empty, go, done,
+                               experts_ptr, num_tiles_ptr, num_layers, layer_experts, max_tiles, UP_TILE_STAGES, UP_UNITS, UP_SCALE_BOX, DOWN_TILE_STAGES,
+                               DOWN_UNITS, DOWN_SCALE_BOX, SLOT_UNITS, STAGES, 0, 1, PROGRAMS, NUM_WARPS)),
         ], [1], [24])
     else:
-        ring_1, up_scales_1, down_scales_1, exchange_1, full_1, empty_1, go_1 = _make_layer_ring(
+        ring_1, up_scales_1, down_scales_1, exchange_1, full_1, empty_1, go_1, done_1 = _make_layer_ring(
             up_codes_desc, up_scales_desc, down_scales_desc, UP_UNITS, UP_SCALE_BOX, DOWN_UNITS, DOWN_SCALE_BOX, SLOT_UNITS, STAGES, EXCHANGE, NUM_WARPS)
         gl.warp_specialize([
-            (_layer_consumer, (ring, up_scales, down_scales, exchange, full, empty, go, x_ptr, inter_out_ptr, inter_ptr, partials_ptr, y_ptr,
-                           up_bias_ptr, down_bias_ptr, experts_ptr, pairs_ptr, weights_ptr, num_experts_ptr, num_tiles_ptr, barrier_ptr, fault_ptr, num_layers,
-                           layer_experts, num_tokens, max_tiles, K, D, F, ACTIVATION, UP_BIAS, DOWN_BIAS, UP_DEPTH, UP_DEPTH_WARPS, UP_NUM_STEPS, UP_GROUPS,
-                           UP_PARTS, UP_TILE_STAGES, DOWN_DEPTH, DOWN_DEPTH_WARPS, DOWN_NUM_STEPS, DOWN_GROUPS, DOWN_PARTS, DOWN_TILE_STAGES, SLOT_UNITS,
-                           STAGES, 0, 2, PROGRAMS, NUM_WARPS)),
-            (_layer_consumer, (ring_1, up_scales_1, down_scales_1, exchange_1, full_1, empty_1, go_1, x_ptr, inter_out_ptr, inter_ptr, partials_ptr, y_ptr,
-                           up_bias_ptr, down_bias_ptr, experts_ptr, pairs_ptr, weights_ptr, num_experts_ptr, num_tiles_ptr, barrier_ptr, fault_ptr, num_layers,
-                           layer_experts, num_tokens, max_tiles, K, D, F, ACTIVATION, UP_BIAS, DOWN_BIAS, UP_DEPTH, UP_DEPTH_WARPS, UP_NUM_STEPS, UP_GROUPS,
-                           UP_PARTS, UP_TILE_STAGES, DOWN_DEPTH, DOWN_DEPTH_WARPS, DOWN_NUM_STEPS, DOWN_GROUPS, DOWN_PARTS, DOWN_TILE_STAGES, SLOT_UNITS,
-                           STAGES, 1, 2, PROGRAMS, NUM_WARPS)),
-            (_layer_producer, (up_codes_desc, up_scales_desc, down_codes_desc, down_scales_desc, ring, up_scales, down_scales, full, empty, go,
-                           experts_ptr, num_tiles_ptr, num_layers, layer_experts, max_tiles, UP_TILE_STAGES, UP_UNITS, UP_SCALE_BOX, DOWN_TILE_STAGES,
-                           DOWN_UNITS, DOWN_SCALE_BOX, SLOT_UNITS, STAGES, 0, 2, PROGRAMS, NUM_WARPS)),
+            (_layer_consumer, (ring, up_scales, down_scales, exchange, full, empty, go, done, x_ptr, inter_out_ptr, inter_ptr, partials_ptr, y_ptr,
+                               up_bias_ptr, down_bias_ptr, experts_ptr, pairs_ptr, weights_ptr, num_experts_ptr, num_tiles_ptr, barrier_ptr, fault_ptr,
+                               num_layers, layer_experts, num_tokens, max_tiles, K, D, F, ACTIVATION, UP_BIAS, DOWN_BIAS, UP_DEPTH, UP_DEPTH_WARPS,
+                               UP_NUM_STEPS, UP_GROUPS, UP_PARTS, UP_TILE_STAGES, DOWN_DEPTH, DOWN_DEPTH_WARPS, DOWN_NUM_STEPS, DOWN_GROUPS, DOWN_PARTS,
+                               DOWN_TILE_STAGES, SLOT_UNITS, STAGES, 0, 2, PROGRAMS, NUM_WARPS)),
+            (_layer_consumer, (ring_1, up_scales_1, down_scales_1, exchange_1, full_1, empty_1, go_1, done_1, x_ptr, inter_out_ptr, inter_ptr, partials_ptr,
+                               y_ptr, up_bias_ptr, down_bias_ptr, experts_ptr, pairs_ptr, weights_ptr, num_experts_ptr, num_tiles_ptr, barrier_ptr, fault_ptr,
+                               num_layers, layer_experts, num_tokens, max_tiles, K, D, F, ACTIVATION, UP_BIAS, DOWN_BIAS, UP_DEPTH, UP_DEPTH_WARPS,
+                               UP_NUM_STEPS, UP_GROUPS, UP_PARTS, UP_TILE_STAGES, DOWN_DEPTH, DOWN_DEPTH_WARPS, DOWN_NUM_STEPS, DOWN_GROUPS, DOWN_PARTS,
+                               DOWN_TILE_STAGES, SLOT_UNITS, STAGES, 1, 2, PROGRAMS, NUM_WARPS)),
+            (_layer_producer, (up_codes_desc, up_scales_desc, down_codes_desc, down_scales_desc, ring, up_scales, down_scales, full, empty, go, done,
+                               experts_ptr, num_tiles_ptr, num_layers, layer_experts, max_tiles, UP_TILE_STAGES, UP_UNITS, UP_SCALE_BOX, DOWN_TILE_STAGES,
+                               DOWN_UNITS, DOWN_SCALE_BOX, SLOT_UNITS, STAGES, 0, 2, PROGRAMS, NUM_WARPS)),
             (_layer_producer, (up_codes_desc, up_scales_desc, down_codes_desc, down_scales_desc, ring_1, up_scales_1, down_scales_1, full_1, empty_1, go_1,
-                           experts_ptr, num_tiles_ptr, num_layers, layer_experts, max_tiles, UP_TILE_STAGES, UP_UNITS, UP_SCALE_BOX, DOWN_TILE_STAGES,
-                           DOWN_UNITS, DOWN_SCALE_BOX, SLOT_UNITS, STAGES, 1, 2, PROGRAMS, NUM_WARPS)),
+                               done_1, experts_ptr, num_tiles_ptr, num_layers, layer_experts, max_tiles, UP_TILE_STAGES, UP_UNITS, UP_SCALE_BOX,
+                               DOWN_TILE_STAGES, DOWN_UNITS, DOWN_SCALE_BOX, SLOT_UNITS, STAGES, 1, 2, PROGRAMS, NUM_WARPS)),
         ], [NUM_WARPS, 1, 1], [112, 24, 24])

@@ -80,7 +80,31 @@ def prefill_ref(x_TD: Tensor, weights: PrefillWeights, expert_ids_TK: Tensor, ex
         down = dequantize_mxfp4_ref(weights.down_blocks[expert], weights.down_scales[expert], dtype=torch.float32).to(dtype)
         y = inter.to(dtype) @ down.mT
         rows_RD[pairs] = y if weights.down_bias_ED is None else y + weights.down_bias_ED[expert].to(dtype)
-    weighted = rows_RD.view(num_tokens, per_token, -1) * expert_weights_TK[..., None].to(dtype)
+    return _add(rows_RD, expert_ids_TK, expert_weights_TK, num_experts=num_experts)
+
+
+def _check(x_TD: Tensor, weights: PrefillWeights, expert_ids_TK: Tensor, expert_weights_TK: Tensor) -> None:
+    if expert_ids_TK.dtype not in (torch.int32, torch.int64) or x_TD.dtype != torch.bfloat16 or not x_TD.is_contiguous():
+        raise ValueError(f"prefill: expert ids must be int32 or int64 and activations contiguous bfloat16; got {expert_ids_TK.dtype} and {x_TD.dtype}, "
+                         f"strides {x_TD.stride()}.")
+    experts, rows, mx_blocks = weights.gate_up_scales.shape
+    hidden = mx_blocks * 32
+    for name, tensor, shape in (("gate_up_blocks", weights.gate_up_blocks, (experts, rows, mx_blocks, 16)),
+                                ("down_scales", weights.down_scales, (experts, hidden, rows // 64)),
+                                ("down_blocks", weights.down_blocks, (experts, hidden, rows // 64, 16)),
+                                ("gate_up_bias_EG", weights.gate_up_bias_EG, (experts, rows)), ("down_bias_ED", weights.down_bias_ED, (experts, hidden)),
+                                ("x", x_TD, (len(x_TD), hidden)), ("expert ids", expert_ids_TK, (len(x_TD), expert_ids_TK.shape[-1])),
+                                ("expert weights", expert_weights_TK, tuple(expert_ids_TK.shape))):
+        if tensor is not None and (tuple(tensor.shape) != shape or tensor.device != x_TD.device):
+            raise ValueError(f"prefill: {name} must be {list(shape)} on {x_TD.device}; got {list(tensor.shape)} on {tensor.device}.")
+
+
+def _add(rows_RD: Tensor, expert_ids_TK: Tensor, expert_weights_TK: Tensor, *, num_experts: int) -> Tensor:
+    """Every token's weighted rows, place by place; a place without an expert adds nothing, whatever its weight."""
+    num_tokens, per_token = expert_ids_TK.shape
+    live = (expert_ids_TK >= 0) & (expert_ids_TK < num_experts)
+    weights = torch.where(live, expert_weights_TK, 0.0).to(rows_RD.dtype)
+    weighted = rows_RD.view(num_tokens, per_token, rows_RD.shape[1]) * weights[..., None]
     total = torch.zeros_like(weighted[:, 0])
     for place in range(per_token):
         total = total + weighted[:, place]
@@ -92,10 +116,9 @@ def prefill(x_TD: Tensor, weights: PrefillWeights, expert_ids_TK: Tensor, expert
 
     Shapes: x_TD bf16, contiguous. Cost: R rows of bf16 gate and up and of fp32 down between the products; nothing is read back.
     """
+    _check(x_TD, weights, expert_ids_TK, expert_weights_TK)
     if x_TD.device.type == "cpu":
         return prefill_ref(x_TD, weights, expert_ids_TK, expert_weights_TK, dtype=torch.float32)
-    if x_TD.dtype != torch.bfloat16 or not x_TD.is_contiguous():
-        raise ValueError(f"prefill: activations must be contiguous bfloat16; got {x_TD.dtype}, strides {x_TD.stride()}.")
     (num_tokens, hidden), per_token = x_TD.shape, expert_ids_TK.shape[1]
     grouping = group_pairs(expert_ids_TK, num_experts=len(weights.gate_up_scales))
     rows = num_tokens * per_token
@@ -104,11 +127,7 @@ def prefill(x_TD: Tensor, weights: PrefillWeights, expert_ids_TK: Tensor, expert
     inter = activate_ref(*_gate_and_up(h, order=weights.order), activation=weights.activation).to(torch.bfloat16)
     y = torch.zeros(rows, hidden, dtype=torch.float32, device=x_TD.device)   # pairs without an expert stay zeros
     _grouped(inter, weights.down_blocks, weights.down_scales, weights.down_bias_ED, grouping, out=y, rows_per_source=1)
-    weighted = y.view(num_tokens, per_token, hidden) * expert_weights_TK[..., None]
-    total = weighted[:, 0].clone()
-    for place in range(1, per_token):
-        total += weighted[:, place]
-    return total
+    return _add(y, expert_ids_TK, expert_weights_TK, num_experts=len(weights.gate_up_scales))
 
 
 def _grouped(source: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor | None, grouping: Grouping, *, out: Tensor, rows_per_source: int) -> None:
@@ -120,7 +139,7 @@ def _grouped(source: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor | None
     tiles = triton.cdiv(pairs, BLOCK_M) + experts   # each expert may leave one tile partly filled
     with torch.cuda.device(source.device):
         _grouped_kernel[(tiles, triton.cdiv(rows, BLOCK_N))](
-            source, blocks.contiguous(), scales.contiguous(), scales if bias is None else bias, grouping.pairs_R, grouping.offsets_E, out, rows,
+            source, blocks.contiguous(), scales.contiguous(), scales if bias is None else bias.contiguous(), grouping.pairs_R, grouping.offsets_E, out, rows,
             DEPTH=mx_blocks * 32, EXPERTS=experts, EXPERTS_POW2=triton.next_power_of_2(experts), ROWS_PER_SOURCE=rows_per_source, HAS_BIAS=bias is not None,
             BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4, num_stages=3)
 

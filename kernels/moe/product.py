@@ -87,7 +87,7 @@ def down_ref(inter_MCF: Tensor, weights: ExpertWeights, routing: Routing, *, dty
         partials[routing.pairs_MC[tile][live].long()] = rows * routing.weights_MC[tile][live][:, None].to(dtype)
     total = partials.new_zeros(num_tokens, weights.hidden_size)
     for rank in range(per_token):
-        total = total + partials.view(num_tokens, per_token, -1)[:, rank]
+        total = total + partials.view(num_tokens, per_token, weights.hidden_size)[:, rank]
     return total
 
 
@@ -131,8 +131,8 @@ class Stages:
 
     def check(self, layout: FragmentLayout) -> None:
         """ValueError unless stages divide the weight."""
-        if (self.groups * self.parts not in (1, 2, 4) or (self.parts > 1 and self.groups > 2) or self.stages < 2 or self.partitions not in (1, 2)
-                or layout.num_groups % self.groups):
+        if (self.groups < 1 or self.groups * self.parts not in (1, 2, 4) or (self.parts > 1 and self.groups > 2) or self.stages < 2
+                or self.partitions not in (1, 2) or layout.num_groups % self.groups):
             raise ValueError(f"Stages: groups * parts must be 1, 2 or 4, groups divide the {layout.num_groups} groups of the weight (at most 2 with several "
                              f"parts), with 2 stages or more and 1 or 2 partitions; got {self}.")
 
@@ -165,10 +165,33 @@ def descriptors(weight: FragmentWeight, stages: Stages) -> tuple[Any, Any]:
 def check_device(x: Tensor, weights: ExpertWeights, *, where: str) -> None:
     if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] != 9:
         raise NotImplementedError(f"{where}: the kernel is built for sm_90 (Hopper); got {x.device}. The twins ({where}_ref) run anywhere.")
-    if x.dtype != torch.bfloat16 or not x.is_contiguous():
-        raise ValueError(f"{where}: activations must be contiguous bfloat16; got {x.dtype}, strides {x.stride()}.")
-    if weights.gate_up.codes.device != x.device:
-        raise ValueError(f"{where}: weights and activations must be on one device; got {weights.gate_up.codes.device} and {x.device}.")
+    for tensor in (weights.gate_up.codes, weights.down.codes, weights.gate_up_bias_E2F, weights.down_bias_ED):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{where}: weights and activations must be on one device; got {tensor.device} and {x.device}.")
+
+
+def require(where: str, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, like: Tensor, or_more: bool = False) -> None:
+    """ValueError unless `tensor` is contiguous, of `shape` (its first dimension may be larger with `or_more`), `dtype` and the device of `like`.
+
+    Kernels write by address: what is too small here would be memory of somebody else.
+    """
+    got = tuple(tensor.shape)
+    fits = got == shape or (or_more and len(got) == len(shape) and got[0] >= shape[0] and got[1:] == shape[1:])
+    if not fits or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device != like.device:
+        raise ValueError(f"{where}: {name} must be contiguous {dtype} {list(shape)}{' or more rows' if or_more else ''} on {like.device}; got "
+                         f"{tensor.dtype} {list(got)}, strides {tensor.stride()}, on {tensor.device}.")
+
+
+def check_routing(where: str, routing: Routing, *, num_layers: int, num_experts: int, num_tokens: int, like: Tensor) -> None:
+    """ValueError unless the routing is of these layers, experts and tokens."""
+    if routing.num_experts != num_experts:
+        raise ValueError(f"{where}: the routing is of {routing.num_experts} experts and the weights of {num_experts} a layer.")
+    lead = () if num_layers == 1 else (num_layers,)
+    tiles = routing.experts_M.shape[-1]
+    for name, shape, dtype in (("num_tiles", (*lead, 1), torch.int32), ("experts_M", (*lead, tiles), torch.int32),
+                               ("pairs_MC", (*lead, tiles, TILE_COLUMNS), torch.int32), ("weights_MC", (*lead, tiles, TILE_COLUMNS), torch.float32),
+                               ("num_experts_T", (*lead, num_tokens), torch.int32)):
+        require(where, f"routing.{name}", getattr(routing, name), shape, dtype, like=like)
 
 
 def num_programs(device: torch.device) -> int:
@@ -179,9 +202,19 @@ def gate_up(x_TD: Tensor, weights: ExpertWeights, routing: Routing, *, inter_MCF
     """`gate_up_ref` on an sm_90 GPU, into `inter_MCF` (bf16 [M, 8, F]; dead columns keep what they had). Returns it.
 
     sums: fp32 [M, 8, 2, F]; if given, gate and up before bias and activation are written there and `inter_MCF` is left alone.
-    Numerics: within 1e-6 (relative, in norm) of the float64 sums of the same bf16 inputs; then one rounding to bf16.
+    Numerics: within 1e-6 (relative, in norm) of the float64 sums of the same bf16 inputs, for scale bytes from 40 up (2**-87: smaller ones make
+        subnormal partial sums); then one rounding to bf16.
+    Errors: ValueError for shapes, dtypes or devices that do not fit; NotImplementedError on anything but sm_90.
     """
-    check_device(x_TD, weights, where="gate_up")
+    where = "gate_up"
+    num_tokens, tiles = len(routing.num_experts_T), len(routing.experts_M)
+    check_routing(where, routing, num_layers=1, num_experts=weights.num_experts, num_tokens=num_tokens, like=x_TD)
+    require(where, "x", x_TD, (num_tokens, weights.hidden_size), torch.bfloat16, like=x_TD)
+    if sums is None:
+        require(where, "inter_MCF", inter_MCF, (tiles, TILE_COLUMNS, weights.channels), torch.bfloat16, like=x_TD, or_more=True)
+    else:
+        require(where, "sums", sums, (tiles, TILE_COLUMNS, 2, weights.channels), torch.float32, like=x_TD, or_more=True)
+    check_device(x_TD, weights, where=where)
     layout = weights.gate_up.layout
     stages = stages or Stages.of(layout)
     codes, scales = descriptors(weights.gate_up, stages)
@@ -200,7 +233,13 @@ def down(inter_MCF: Tensor, weights: ExpertWeights, routing: Routing, *, partial
     Shapes: partials_RD fp32 [T * K, D], scratch.
     Numerics: as `gate_up`; fp32 sums over ranks in order.
     """
-    check_device(inter_MCF, weights, where="down")
+    where = "down"
+    num_tokens = len(routing.num_experts_T)
+    check_routing(where, routing, num_layers=1, num_experts=weights.num_experts, num_tokens=num_tokens, like=inter_MCF)
+    require(where, "inter_MCF", inter_MCF, (len(routing.experts_M), TILE_COLUMNS, weights.channels), torch.bfloat16, like=inter_MCF, or_more=True)
+    require(where, "partials_RD", partials_RD, (num_tokens * routing.num_experts_per_token, weights.hidden_size), torch.float32, like=inter_MCF, or_more=True)
+    require(where, "y", y_TD, (num_tokens, weights.hidden_size), torch.float32, like=inter_MCF)
+    check_device(inter_MCF, weights, where=where)
     layout = weights.down.layout
     stages = stages or Stages.of(layout)
     codes, scales = descriptors(weights.down, stages)

@@ -39,16 +39,24 @@ class Routing:
     weights_MC: Tensor      # fp32 [M, 8]
     num_experts_T: Tensor   # int32 [T]: how many ranks a token has
     num_experts_per_token: int
+    num_experts: int
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.num_tiles, self.experts_M, self.pairs_MC, self.weights_MC, self.num_experts_T
 
 
 def stack_routings(routings: Sequence[Routing]) -> Routing:
-    """The routings of several layers, of one number of tokens and experts, with a leading dimension of layers."""
+    """The routings of several layers, of one number of tokens and experts, with a leading dimension of layers.
+
+    Errors: ValueError if there are none, or if they are not of the same numbers.
+    """
+    kinds = {(r.num_experts, r.num_experts_per_token, len(r.num_experts_T), r.pairs_MC.device) for r in routings}
+    if len(kinds) != 1:
+        raise ValueError("stack_routings: needs one routing or more, all of the same experts, experts per token, tokens and device; got "
+                         f"{sorted(map(str, kinds)) or 'none'}.")
     tensors = [torch.stack(parts) for parts in zip(*(r.tensors() for r in routings), strict=True)]
     return Routing(num_tiles=tensors[0], experts_M=tensors[1], pairs_MC=tensors[2], weights_MC=tensors[3], num_experts_T=tensors[4],
-                   num_experts_per_token=routings[0].num_experts_per_token)
+                   num_experts_per_token=routings[0].num_experts_per_token, num_experts=routings[0].num_experts)
 
 
 def max_tiles(num_tokens: int, num_experts_per_token: int, num_experts: int) -> int:
@@ -67,7 +75,9 @@ def _check(expert_ids_TK: Tensor, expert_weights_TK: Tensor, *, num_experts: int
     num_tokens, num_experts_per_token = expert_ids_TK.shape
     for name, value, largest in (("experts", num_experts, MAX_EXPERTS), ("tokens", num_tokens, MAX_TOKENS),
                                  ("experts per token", num_experts_per_token, MAX_EXPERTS_PER_TOKEN)):
-        if not (name == "tokens" or value) or value > largest:
+        if value < (0 if name == "tokens" else 1):
+            raise ValueError(f"{where}: needs one of the {name} at least; got {value}.")
+        if value > largest:
             raise NotImplementedError(f"{where}: takes up to {largest} {name}; got {value}. More tokens are for the prefill product.")
     return num_tokens, num_experts_per_token
 
@@ -77,7 +87,8 @@ def _empty(num_tokens: int, num_experts_per_token: int, num_experts: int, *, dev
     return Routing(num_tiles=torch.zeros(1, dtype=torch.int32, device=device), experts_M=torch.full((tiles,), -1, dtype=torch.int32, device=device),
                    pairs_MC=torch.full((tiles, TILE_COLUMNS), -1, dtype=torch.int32, device=device),
                    weights_MC=torch.zeros(tiles, TILE_COLUMNS, dtype=torch.float32, device=device),
-                   num_experts_T=torch.zeros(num_tokens, dtype=torch.int32, device=device), num_experts_per_token=num_experts_per_token)
+                   num_experts_T=torch.zeros(num_tokens, dtype=torch.int32, device=device), num_experts_per_token=num_experts_per_token,
+                   num_experts=num_experts)
 
 
 def route_ref(expert_ids_TK: Tensor, expert_weights_TK: Tensor, *, num_experts: int) -> Routing:
@@ -114,7 +125,8 @@ def route(expert_ids_TK: Tensor, expert_weights_TK: Tensor, *, num_experts: int)
     routing = Routing(num_tiles=torch.empty(1, dtype=torch.int32, device=device), experts_M=torch.empty(tiles, dtype=torch.int32, device=device),
                       pairs_MC=torch.empty(tiles, TILE_COLUMNS, dtype=torch.int32, device=device),
                       weights_MC=torch.empty(tiles, TILE_COLUMNS, dtype=torch.float32, device=device),
-                      num_experts_T=torch.empty(num_tokens, dtype=torch.int32, device=device), num_experts_per_token=num_experts_per_token)
+                      num_experts_T=torch.empty(num_tokens, dtype=torch.int32, device=device), num_experts_per_token=num_experts_per_token,
+                      num_experts=num_experts)
     with torch.cuda.device(device):
         _route_kernel[(1,)](expert_ids_TK.contiguous(), expert_weights_TK.contiguous(), *routing.tensors(), num_tokens, tiles, K=num_experts_per_token,
                             E=num_experts, **route_constants(num_tokens, num_experts_per_token, num_experts), num_warps=8)
@@ -133,8 +145,8 @@ def route_constants(num_tokens: int, num_experts_per_token: int, num_experts: in
 @triton.jit
 def _ids_of(ids_ptr, pairs, num_pairs, E: tl.constexpr):
     """Expert of each pair, -1 where it has none."""
-    ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1).to(tl.int32)
-    return tl.where((ids >= 0) & (ids < E), ids, -1)
+    ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
+    return tl.where((ids >= 0) & (ids < E), ids, -1).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_num_tiles"])

@@ -86,11 +86,17 @@ def pack_experts(
     Numerics: with several ranks only rank 0 adds the down bias, so that the sum over ranks has it once.
     """
     where = "pack_experts"
+    if gate_up_scales.dim() != 3 or down_scales.dim() != 3:
+        raise ValueError(f"{where}: scales must be [E, rows, blocks]; got {tuple(gate_up_scales.shape)} and {tuple(down_scales.shape)}.")
     experts, rows, _ = gate_up_scales.shape
     hidden, channels = down_scales.shape[1], down_scales.shape[2] * MX_BLOCK_SIZE
     if rows != 2 * channels or gate_up_scales.shape[2] * MX_BLOCK_SIZE != hidden or down_scales.shape[0] != experts:
         raise ValueError(f"{where}: gate_up must be [E, 2F, D / 32] and down [E, D, F / 32]; got {tuple(gate_up_scales.shape)} and "
                          f"{tuple(down_scales.shape)}.")
+    for name, tensor, shape in (("gate_up_blocks", gate_up_blocks, (*gate_up_scales.shape, 16)), ("down_blocks", down_blocks, (*down_scales.shape, 16)),
+                                ("gate_up_bias_EG", gate_up_bias_EG, (experts, rows)), ("down_bias_ED", down_bias_ED, (experts, hidden))):
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{where}: {name} must be {list(shape)}, as the scales are; got {list(tensor.shape)}.")
     if activation not in ACTIVATIONS or order not in get_args(PairOrder):
         raise ValueError(f"{where}: activation must be one of {', '.join(ACTIVATIONS)} and order split or interleaved; got {activation!r} and {order!r}.")
     mine = channels_of_rank(channels, rank=rank, world_size=world_size)

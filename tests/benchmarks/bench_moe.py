@@ -120,7 +120,7 @@ def all_experts(num_experts: int, *, live: int) -> Routing:
     pairs = torch.where(column < live, column * num_experts + ids[:, None], -1).to(torch.int32)
     return Routing(num_tiles=torch.tensor([num_experts], dtype=torch.int32, device="cuda"), experts_M=ids, pairs_MC=pairs.contiguous(),
                    weights_MC=torch.full((num_experts, 8), 1.0 / num_experts, device="cuda"),
-                   num_experts_T=torch.full((8,), num_experts, dtype=torch.int32, device="cuda"), num_experts_per_token=num_experts)
+                   num_experts_T=torch.full((8,), num_experts, dtype=torch.int32, device="cuda"), num_experts_per_token=num_experts, num_experts=num_experts)
 
 
 def repeated(weights: ExpertWeights, times: int) -> ExpertWeights:

@@ -11,7 +11,7 @@ import torch
 import triton
 from moe_checks import activations, checkpoint_of, dense_reference, routed
 from moe_compile import Shape
-from tolerances import FP32_EPS, Bound, assert_within
+from tolerances import FP32_EPS, Bound, assert_equal, assert_within
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -57,8 +57,21 @@ def test_pairs_are_sorted_by_expert_and_stable() -> None:
 
 def test_refusals() -> None:
     x, weights, ids, token_weights = inputs(SHAPES[0], 3, seed=1)
-    with pytest.raises(ValueError, match=r"contiguous bfloat16; got torch\.float32"):
-        prefill(x.float().to("meta"), weights, ids, token_weights)
+    with pytest.raises(ValueError, match=r"contiguous bfloat16; got torch\.int32 and torch\.float32"):
+        prefill(x.float(), weights, ids, token_weights)
+
+
+def test_a_dead_pair_adds_nothing_whatever_its_weight() -> None:
+    x, weights, _, _ = inputs(SHAPES[0], 2, seed=1)
+    ids = torch.tensor([[-1, 2], [-1, -1]], dtype=torch.int32)
+    y = prefill(x, weights, ids, torch.tensor([[float("nan"), 1.0], [float("nan"), float("inf")]]))
+    assert_equal(y, prefill(x, weights, ids, torch.tensor([[0.0, 1.0], [0.0, 0.0]])))
+    assert prefill(x[:0], weights, ids[:0], torch.zeros(0, 2)).shape == (0, x.shape[1])
+    for call, words in ((lambda: prefill(x, weights, ids, torch.ones(2, 1)), "expert weights must be"),
+                        (lambda: prefill(x, weights, ids.float(), torch.ones(2, 2)), "int32"),
+                        (lambda: prefill(x[:, :32].contiguous(), weights, ids, torch.ones(2, 2)), "x must be")):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 # --- the kernel ---

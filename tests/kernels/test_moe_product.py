@@ -9,9 +9,9 @@ from moe_compile import SHAPES, Built, Shape, build_down, build_gate_up, build_l
 from tolerances import Bound, assert_equal, assert_within
 from torch import Tensor
 
-from kilotok.kernels.moe.layer import experts_ref
-from kilotok.kernels.moe.product import Stages, down_ref, gate_up, gate_up_ref, gate_up_sums_ref, scale_box, weights_of
-from kilotok.kernels.moe.routing import route_ref
+from kilotok.kernels.moe.layer import Experts, Workspace, experts_ref
+from kilotok.kernels.moe.product import Stages, down, down_ref, gate_up, gate_up_ref, gate_up_sums_ref, scale_box, weights_of
+from kilotok.kernels.moe.routing import Routing, route_ref
 from kilotok.kernels.moe.weights import channels_of_rank
 from kilotok.kernels.mx.layouts import FragmentWeight, choose_layout
 
@@ -90,6 +90,53 @@ def test_the_kernel_refuses_a_cpu() -> None:
     routing = route_ref(*routed(2, shape, seed=1), num_experts=shape.experts)
     with pytest.raises(NotImplementedError, match=r"gate_up: the kernel is built for sm_90 .*; got cpu"):
         gate_up(activations(2, shape.hidden, seed=1), weights, routing, inter_MCF=torch.empty(4, 8, shape.channels, dtype=BF16))
+
+
+def test_what_would_write_outside_is_refused_before_a_launch() -> None:
+    """Everything fits: the kernel refuses the CPU. One thing does not: a ValueError that names it."""
+    shape = SMALL[0]
+    weights = checkpoint_of(shape, seed=1).pack()
+    x, routing = activations(3, shape.hidden, seed=1), route_ref(*routed(3, shape, seed=1), num_experts=shape.experts)
+    more = route_ref(*routed(9, shape, seed=1), num_experts=shape.experts)
+    space = Workspace.of(weights, num_tokens=3, num_experts_per_token=shape.per_token, device=x.device)
+    y = torch.empty(3, shape.hidden)
+
+    def layer(x_TD: Tensor = x, r: Routing = routing, y_TD: Tensor = y, workspace: Workspace = space, num_layers: int = 1) -> None:
+        Experts(weights, workspace=workspace, num_layers=num_layers)(x_TD, r, y_TD=y_TD)
+
+    with pytest.raises(NotImplementedError, match="experts: the kernel is built for sm_90"):
+        layer()
+    wrong = dataclasses.replace(routing, num_experts=shape.experts + 1)
+    tight = dataclasses.replace(space, inter_MCF=space.inter_MCF[:1])
+    for call, words in (
+        (lambda: layer(r=more), r"routing.num_experts_T must be .* \[3\]"), (lambda: layer(r=wrong), "the routing is of"),
+        (lambda: layer(y_TD=y.bfloat16()), "y must be contiguous torch.float32"), (lambda: layer(y_TD=y[:1].expand(3, -1)), "y must be contiguous"),
+        (lambda: layer(x_TD=x[:, :32].contiguous()), "x must be"), (lambda: layer(workspace=tight), "the workspace's inter_MCF must be .* or more rows"),
+        (lambda: layer(workspace=dataclasses.replace(space, partials_RD=space.partials_RD[:2])), "the workspace's partials_RD must be"),
+        (lambda: layer(num_layers=2), "x must be contiguous"),
+        (lambda: gate_up(x, weights, routing, inter_MCF=space.inter_MCF.float()), "gate_up: inter_MCF must be"),
+        (lambda: gate_up(x, weights, routing, inter_MCF=space.inter_MCF, sums=torch.zeros(1)), "gate_up: sums must be"),
+        (lambda: down(space.inter_MCF, weights, routing, partials_RD=torch.zeros(1), y_TD=y), "down: partials_RD must be"),
+        (lambda: down(space.inter_MCF, weights, routing, partials_RD=space.partials_RD, y_TD=y[:2]), "down: y must be"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def test_biases_and_blocks_must_fit_the_scales() -> None:
+    checkpoint = checkpoint_of(SHAPES[4], seed=1, experts=2)
+    bias = torch.zeros(1, SHAPES[4].hidden)
+    for change, words in (({"down_bias_ED": bias}, "down_bias_ED must be"), ({"gate_up_bias_EG": bias}, "gate_up_bias_EG must be"),
+                          ({"gate_up_blocks": torch.cat([checkpoint.gate_up_blocks] * 2, 1)}, "gate_up_blocks must be")):
+        with pytest.raises(ValueError, match=words):
+            dataclasses.replace(checkpoint, **change).pack()
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_no_tokens(shape: Shape) -> None:
+    weights = checkpoint_of(shape, seed=1).pack()
+    routing = route_ref(torch.zeros(0, shape.per_token, dtype=torch.int32), torch.zeros(0, shape.per_token), num_experts=shape.experts)
+    assert experts_ref(activations(0, shape.hidden, seed=1), weights, routing).shape == (0, shape.hidden)
 
 
 # --- the device code's indices, followed on the CPU ---
@@ -179,6 +226,8 @@ def test_stages_divide_the_weights_and_fill_the_ring(shape: Shape) -> None:
     assert (in_layer[0].stages, in_layer[0].partitions) == (in_layer[1].stages, in_layer[1].partitions)
     with pytest.raises(ValueError, match="divide the 3 groups"):
         Stages(groups=2, parts=1, stages=2).check(choose_layout(96, 768))
+    with pytest.raises(ValueError, match="must be 1, 2 or 4"):
+        Stages(groups=-1, parts=-1, stages=2).check(choose_layout(2048, 2048))
     with pytest.raises(ValueError, match="at most 2 with several parts"):
         Stages(groups=4, parts=2, stages=2).check(choose_layout(2048, 2048))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kilotok.kernels.moe.routing import Routing, _route_kernel, max_tiles, route, route_constants, route_ref
+from kilotok.kernels.moe.routing import Routing, _route_kernel, max_tiles, route, route_constants, route_ref, stack_routings
 
 TESTS = Path(__file__).parents[1]
 # T, K, E: one token, a draft block, many tokens on few experts (several tiles an expert), the largest
@@ -70,10 +70,18 @@ def test_refusals() -> None:
         route(ids, weights.double(), num_experts=4)
     with pytest.raises(ValueError, match=r"must be \[T, K\]"):
         route(ids, weights[:1], num_experts=4)
-    for bad_ids, experts, words in ((ids, 513, "512 experts; got 513"), (ids, 0, "512 experts; got 0"), (ids.new_zeros(65, 2), 4, "64 tokens; got 65"),
+    for bad_ids, experts, words in ((ids, 513, "512 experts; got 513"), (ids.new_zeros(65, 2), 4, "64 tokens; got 65"),
                                     (ids.new_zeros(2, 17), 4, "16 experts per token; got 17")):
         with pytest.raises(NotImplementedError, match=words):
             route(bad_ids, torch.zeros(bad_ids.shape), num_experts=experts)
+    for bad_ids, experts, words in ((ids, 0, "one of the experts at least; got 0"), (ids[:, :0], 4, "one of the experts per token at least; got 0")):
+        with pytest.raises(ValueError, match=words):
+            route(bad_ids, torch.zeros(bad_ids.shape), num_experts=experts)
+
+
+def test_an_id_beyond_32_bits_routes_nowhere() -> None:
+    routing = route(torch.tensor([[2**32 + 1, 2]]), torch.ones(1, 2), num_experts=4)
+    assert int(routing.num_tiles) == 1 and int(routing.experts_M[0]) == 2
 
 
 def test_no_tokens() -> None:
@@ -93,7 +101,7 @@ def run_kernel(ids: Tensor, weights: Tensor, *, num_experts: int) -> Routing:
         return torch.full(shape, 0x7F7F7F7F, dtype=torch.int32, device=ids.device)
 
     routing = Routing(num_tiles=poison(1), experts_M=poison(tiles), pairs_MC=poison(tiles, 8), weights_MC=poison(tiles, 8).view(torch.float32),
-                      num_experts_T=poison(tokens), num_experts_per_token=per_token)
+                      num_experts_T=poison(tokens), num_experts_per_token=per_token, num_experts=num_experts)
     _route_kernel[(1,)](ids, weights, *routing.tensors(), tokens, tiles, K=per_token, E=num_experts, **route_constants(tokens, per_token, num_experts),
                         num_warps=8)
     return routing
@@ -142,3 +150,11 @@ def test_gpu_equals_the_twin(size: tuple[int, int, int]) -> None:
         expected = route_ref(ids, weights, num_experts=size[2])
         assert_same(run_kernel(ids.cuda(), weights.cuda(), num_experts=size[2]), expected)
         assert_same(route(ids.cuda(), weights.cuda(), num_experts=size[2]), expected)
+
+
+def test_only_routings_of_one_kind_stack() -> None:
+    one, other = (route_ref(torch.tensor([[0, 1]], dtype=torch.int32), torch.ones(1, 2), num_experts=e) for e in (4, 8))
+    assert stack_routings([one, one]).pairs_MC.shape == (2, *one.pairs_MC.shape)
+    for routings in ([], [one, other]):
+        with pytest.raises(ValueError, match="stack_routings: needs one routing or more, all of the same experts"):
+            stack_routings(routings)
