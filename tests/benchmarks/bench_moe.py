@@ -250,6 +250,8 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare with float64 first")
     parser.add_argument("--sweep", action="store_true", help="also other ways to cut the weights")
     options = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        raise SystemExit("bench_moe: needs a Hopper GPU (sm_90): these kernels are built for no other.")
     print(environment())
     if options.check:
         check()

@@ -123,6 +123,16 @@ def test_what_would_write_outside_is_refused_before_a_launch() -> None:
             call()
 
 
+def test_the_twin_refuses_a_routing_of_something_else() -> None:
+    shape = SMALL[0]
+    weights, x = checkpoint_of(shape, seed=1).pack(), activations(3, shape.hidden, seed=1)
+    routing = route_ref(*routed(3, shape, seed=1), num_experts=shape.experts)
+    with pytest.raises(ValueError, match="experts_ref: the routing is of"):
+        experts_ref(x, weights, dataclasses.replace(routing, num_experts=shape.experts + 1))
+    with pytest.raises(ValueError, match=r"routing.num_experts_T must be .* \[2\]"):
+        experts_ref(x[:2], weights, routing)
+
+
 def test_biases_and_blocks_must_fit_the_scales() -> None:
     checkpoint = checkpoint_of(SHAPES[4], seed=1, experts=2)
     bias = torch.zeros(1, SHAPES[4].hidden)
