@@ -14,6 +14,7 @@ Legend: T tokens, K experts per token, R = T * K rows, E experts, D hidden, F ex
 """
 
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 import triton
@@ -23,7 +24,7 @@ from torch import Tensor
 from ..mx.dequantize import dequantize_mxfp4_ref
 from ..mx.device import decode
 from .product import activate_ref
-from .weights import Activation, PairOrder
+from .weights import ACTIVATIONS, Activation, PairOrder
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 64, 64
 
@@ -87,6 +88,9 @@ def _check(x_TD: Tensor, weights: PrefillWeights, expert_ids_TK: Tensor, expert_
     if expert_ids_TK.dtype not in (torch.int32, torch.int64) or x_TD.dtype != torch.bfloat16 or not x_TD.is_contiguous():
         raise ValueError(f"prefill: expert ids must be int32 or int64 and activations contiguous bfloat16; got {expert_ids_TK.dtype} and {x_TD.dtype}, "
                          f"strides {x_TD.stride()}.")
+    if weights.activation not in ACTIVATIONS or weights.order not in get_args(PairOrder):
+        raise ValueError(f"prefill: activation must be one of {', '.join(ACTIVATIONS)} and order split or interleaved; got {weights.activation!r} and "
+                         f"{weights.order!r}.")
     experts, rows, mx_blocks = weights.gate_up_scales.shape
     hidden = mx_blocks * 32
     for name, tensor, shape in (("gate_up_blocks", weights.gate_up_blocks, (experts, rows, mx_blocks, 16)),

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,8 @@ def test_a_dead_pair_adds_nothing_whatever_its_weight() -> None:
     assert_equal(y, prefill(x, weights, ids, torch.tensor([[0.0, 1.0], [0.0, 0.0]])))
     assert prefill(x[:0], weights, ids[:0], torch.zeros(0, 2)).shape == (0, x.shape[1])
     for call, words in ((lambda: prefill(x, weights, ids, torch.ones(2, 1)), "expert weights must be"),
+                        (lambda: prefill(x, replace(weights, order="interleave"), ids, torch.ones(2, 2)), "order split or interleaved; got"),
+                        (lambda: prefill(x, replace(weights, activation="SiLU"), ids, torch.ones(2, 2)), "activation must be one of"),
                         (lambda: prefill(x, weights, ids.float(), torch.ones(2, 2)), "int32"),
                         (lambda: prefill(x[:, :32].contiguous(), weights, ids, torch.ones(2, 2)), "x must be")):
         with pytest.raises(ValueError, match=words):
