@@ -1,32 +1,23 @@
 """Inputs of the expert products, an independent reference, and the checks that tests and the benchmark share."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from moe_compile import Shape
 from torch import Tensor
 
 from kilotok.kernels.moe.layer import Experts, Workspace
+from kilotok.kernels.moe.prefill import PrefillWeights
 from kilotok.kernels.moe.product import down, down_ref, gate_up, gate_up_ref, gate_up_sums_ref
-from kilotok.kernels.moe.routing import Routing, route, route_ref, stack_routings
-from kilotok.kernels.moe.weights import Activation, ExpertWeights, PairOrder, pack_experts
+from kilotok.kernels.moe.routing import route, route_ref, stack_routings
+from kilotok.kernels.moe.weights import ExpertWeights, PairOrder, pack_experts
 from kilotok.kernels.mx import dequantize_mxfp4_ref
 
 BF16 = torch.bfloat16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """Experts as a checkpoint has them."""
-
-    gate_up_blocks: Tensor
-    gate_up_scales: Tensor
-    down_blocks: Tensor
-    down_scales: Tensor
-    order: PairOrder
-    activation: Activation
-    gate_up_bias_EG: Tensor | None = None
-    down_bias_ED: Tensor | None = None
+class Checkpoint(PrefillWeights):
+    """Experts as a checkpoint has them, which is how prefill takes them."""
 
     def pack(self, *, rank: int = 0, world_size: int = 1) -> ExpertWeights:
         return pack_experts(**vars(self), rank=rank, world_size=world_size)
@@ -177,10 +168,3 @@ def check_stack(shape: Shape, *, num_tokens: int, seed: int) -> None:
         poison(space)
         alone = Experts(one.pack(), workspace=space)(x[i], routings[i], y_TD=torch.full_like(y[i], float("nan")))
         assert torch.equal(alone, y[i]), f"layer {i} of a stack differs from the layer alone"
-
-
-def routing_to(routing: Routing, device: str) -> Routing:
-    """The same list on another device."""
-    moved = [t.to(device) for t in routing.tensors()]
-    return Routing(num_tiles=moved[0], experts_M=moved[1], pairs_MC=moved[2], weights_MC=moved[3], num_experts_T=moved[4],
-                   num_experts_per_token=routing.num_experts_per_token, num_experts=routing.num_experts)

@@ -122,8 +122,8 @@ def consume_gate_up(ring, scale_ring, exchange, full, empty, slot, phase, x_ptr,
                     STAGES: gl.constexpr, PART: gl.constexpr, PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr, SHORT: gl.constexpr):
     """The consumers' part of gate and up: returns the ring's position.
 
-    SHORT: one body for whole batches of PARTS stages and for what is left of them. Two bodies cost fewer instructions, but a kernel of several
-    products must fetch both again and again.
+    SHORT: one body for whole batches of PARTS stages and for what is left of them. Two bodies cost fewer instructions, but made a kernel of
+    several products slower, presumably by fetching both again and again.
     """
     STAGE_TILES: gl.constexpr = GROUPS * (NUM_WARPS // DEPTH_WARPS)
     ROW_TILES: gl.constexpr = STAGE_TILES * PARTS

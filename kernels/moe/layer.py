@@ -62,10 +62,8 @@ bar.warp.sync 0xffffffff;
 def experts_ref(x_TD: Tensor, weights: ExpertWeights, routing: Routing, *, dtype: torch.dtype = torch.float64) -> Tensor:
     """The layer's output [T, D] in `dtype`; activated channels are rounded to bf16 between the products, as the kernel does.
 
-    Errors: ValueError for a routing or activations of other sizes than the weights.
+    Errors: as `gate_up_ref`.
     """
-    check_routing("experts_ref", routing, num_layers=1, num_experts=weights.num_experts, num_tokens=len(x_TD), like=x_TD)
-    require("experts_ref", "x", x_TD, (len(x_TD), weights.hidden_size), x_TD.dtype, like=x_TD)
     return down_ref(gate_up_ref(x_TD, weights, routing, dtype=dtype), weights, routing, dtype=dtype)
 
 

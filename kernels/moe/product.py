@@ -32,6 +32,34 @@ _MAX_SHARED_STEPS = 6        # two partitions leave a thread 112 registers, and 
 SWIZZLE_NONE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
+# --- what fits ---
+
+
+def require(where: str, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, like: Tensor, or_more: bool = False) -> None:
+    """ValueError unless `tensor` is contiguous, of `shape` (its first dimension may be larger with `or_more`), `dtype` and the device of `like`.
+
+    Kernels write by address: what is too small here would be memory of somebody else.
+    """
+    got = tuple(tensor.shape)
+    fits = got == shape or (or_more and len(got) == len(shape) and got[0] >= shape[0] and got[1:] == shape[1:])
+    if not fits or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device != like.device:
+        raise ValueError(f"{where}: {name} must be contiguous {dtype} {list(shape)}{' or more rows' if or_more else ''} on {like.device}; got "
+                         f"{tensor.dtype} {list(got)}, strides {tensor.stride()}, on {tensor.device}.")
+
+
+def check_routing(where: str, routing: Routing, *, num_layers: int, num_experts: int, num_tokens: int, like: Tensor) -> None:
+    """ValueError unless the routing is of these layers, experts and tokens."""
+    if routing.num_experts != num_experts:
+        raise ValueError(f"{where}: the routing is of {routing.num_experts} experts and the weights of {num_experts} a layer. "
+                         "Route with num_experts of the weights.")
+    lead = () if num_layers == 1 else (num_layers,)
+    tiles = routing.experts_M.shape[-1]
+    for name, shape, dtype in (("num_tiles", (*lead, 1), torch.int32), ("experts_M", (*lead, tiles), torch.int32),
+                               ("pairs_MC", (*lead, tiles, TILE_COLUMNS), torch.int32), ("weights_MC", (*lead, tiles, TILE_COLUMNS), torch.float32),
+                               ("num_experts_T", (*lead, num_tokens), torch.int32)):
+        require(where, f"routing.{name}", getattr(routing, name), shape, dtype, like=like)
+
+
 # --- plain torch ---
 
 
@@ -51,7 +79,12 @@ def activate_ref(gate: Tensor, up: Tensor, *, activation: Activation) -> Tensor:
 
 
 def gate_up_sums_ref(x_TD: Tensor, weights: ExpertWeights, routing: Routing, *, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Gate and up before the bias and the activation, [M, C, 2, F]; dead columns are zeros."""
+    """Gate and up before the bias and the activation, [M, C, 2, F]; dead columns are zeros.
+
+    Errors: ValueError for activations or a routing of other sizes than the weights. Other dtypes than bf16 are taken as they are.
+    """
+    check_routing("gate_up_ref", routing, num_layers=1, num_experts=weights.num_experts, num_tokens=len(x_TD), like=x_TD)
+    require("gate_up_ref", "x", x_TD, (len(x_TD), weights.hidden_size), x_TD.dtype, like=x_TD)
     packed = weights_of(weights.gate_up, dtype=dtype)
     sums = x_TD.new_zeros(len(routing.experts_M), TILE_COLUMNS, 2, weights.channels, dtype=dtype)
     for tile in range(int(routing.num_tiles)):
@@ -65,7 +98,7 @@ def gate_up_sums_ref(x_TD: Tensor, weights: ExpertWeights, routing: Routing, *, 
 def gate_up_ref(x_TD: Tensor, weights: ExpertWeights, routing: Routing, *, dtype: torch.dtype = torch.float64) -> Tensor:
     """Activated channels, bf16 [M, C, F], from sums in `dtype`; dead columns are zeros.
 
-    Numerics: one rounding, to bf16, at the end.
+    Numerics: one rounding, to bf16, at the end. Errors: as `gate_up_sums_ref`.
     """
     sums = gate_up_sums_ref(x_TD, weights, routing, dtype=dtype)
     if weights.gate_up_bias_E2F is not None:
@@ -75,9 +108,13 @@ def gate_up_ref(x_TD: Tensor, weights: ExpertWeights, routing: Routing, *, dtype
 
 
 def down_ref(inter_MCF: Tensor, weights: ExpertWeights, routing: Routing, *, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The layer's output [T, D] in `dtype`: each token's weighted down products, added by rank."""
-    packed = weights_of(weights.down, dtype=dtype)
+    """The layer's output [T, D] in `dtype`: each token's weighted down products, added by rank.
+
+    Errors: ValueError for a routing of another number of experts than the weights.
+    """
     num_tokens, per_token = len(routing.num_experts_T), routing.num_experts_per_token
+    check_routing("down_ref", routing, num_layers=1, num_experts=weights.num_experts, num_tokens=num_tokens, like=inter_MCF)
+    packed = weights_of(weights.down, dtype=dtype)
     partials = inter_MCF.new_zeros(num_tokens * per_token, weights.hidden_size, dtype=dtype)
     for tile in range(int(routing.num_tiles)):
         live, expert = routing.pairs_MC[tile] >= 0, int(routing.experts_M[tile])
@@ -170,30 +207,6 @@ def check_device(x: Tensor, weights: ExpertWeights, *, where: str) -> None:
             raise ValueError(f"{where}: weights and activations must be on one device; got {tensor.device} and {x.device}.")
 
 
-def require(where: str, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, like: Tensor, or_more: bool = False) -> None:
-    """ValueError unless `tensor` is contiguous, of `shape` (its first dimension may be larger with `or_more`), `dtype` and the device of `like`.
-
-    Kernels write by address: what is too small here would be memory of somebody else.
-    """
-    got = tuple(tensor.shape)
-    fits = got == shape or (or_more and len(got) == len(shape) and got[0] >= shape[0] and got[1:] == shape[1:])
-    if not fits or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device != like.device:
-        raise ValueError(f"{where}: {name} must be contiguous {dtype} {list(shape)}{' or more rows' if or_more else ''} on {like.device}; got "
-                         f"{tensor.dtype} {list(got)}, strides {tensor.stride()}, on {tensor.device}.")
-
-
-def check_routing(where: str, routing: Routing, *, num_layers: int, num_experts: int, num_tokens: int, like: Tensor) -> None:
-    """ValueError unless the routing is of these layers, experts and tokens."""
-    if routing.num_experts != num_experts:
-        raise ValueError(f"{where}: the routing is of {routing.num_experts} experts and the weights of {num_experts} a layer.")
-    lead = () if num_layers == 1 else (num_layers,)
-    tiles = routing.experts_M.shape[-1]
-    for name, shape, dtype in (("num_tiles", (*lead, 1), torch.int32), ("experts_M", (*lead, tiles), torch.int32),
-                               ("pairs_MC", (*lead, tiles, TILE_COLUMNS), torch.int32), ("weights_MC", (*lead, tiles, TILE_COLUMNS), torch.float32),
-                               ("num_experts_T", (*lead, num_tokens), torch.int32)):
-        require(where, f"routing.{name}", getattr(routing, name), shape, dtype, like=like)
-
-
 def num_programs(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
@@ -202,8 +215,8 @@ def gate_up(x_TD: Tensor, weights: ExpertWeights, routing: Routing, *, inter_MCF
     """`gate_up_ref` on an sm_90 GPU, into `inter_MCF` (bf16 [M, 8, F]; dead columns keep what they had). Returns it.
 
     sums: fp32 [M, 8, 2, F]; if given, gate and up before bias and activation are written there and `inter_MCF` is left alone.
-    Numerics: within 1e-6 (relative, in norm) of the float64 sums of the same bf16 inputs, for scale bytes from 40 up (2**-87: smaller ones make
-        subnormal partial sums); then one rounding to bf16.
+    Numerics: within 1e-6 (relative, in norm) of the float64 sums of the same bf16 inputs, for scale bytes from 40 up (derived: smaller
+        ones make subnormal partial sums); then one rounding to bf16.
     Errors: ValueError for shapes, dtypes or devices that do not fit; NotImplementedError on anything but sm_90.
     """
     where = "gate_up"

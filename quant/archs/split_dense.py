@@ -123,4 +123,3 @@ def add_noise(model: nn.Module, *, shards: int, relative: float, generator: torc
 def routers(model: nn.Module) -> list[nn.Module]:
     """The router of every layer; its output is (logits, weights, expert ids [T, K])."""
     return [layer.mlp.gate for layer in model.model.layers]  # type: ignore[union-attr]
-

@@ -1,7 +1,7 @@
 """The artifacts that later work starts from: the mixture of experts, a short QAT of it, and the exported MXFP4 directory.
 
-OUT/moe (bf16), OUT/run (QAT run), OUT/mxfp4 (export). Seeded. On one H200 the build took 135 s and a QAT step 0.32 s after 45 s of
-reading texts: about four minutes, not timed as a whole. Each stage is the command a user would type.
+OUT/moe (bf16), OUT/run (QAT run), OUT/mxfp4 (export). Seeded. On one H200 the build took 135 s and a QAT step 0.32 s; the whole was not
+timed. Each stage is the command a user would type.
 """
 
 import argparse

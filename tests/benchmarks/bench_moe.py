@@ -5,8 +5,8 @@ of its own. The host's 50-100 us of TMA descriptors a launch are not in the time
 48: what a layer costs inside a persistent step, both barriers and the sum of the partials in it.
 
     stream     a Triton kernel that only reads, best of a few launch shapes; the roof of this machine in this run
-    products   gate and up with the activation, and down up to its partials, over every expert with 1 live column (as in decoding a block of 8
-               tokens: 1.25) and with all 8; bytes are what the layout reads, pad included
+    products   gate and up with the activation, and down up to its partials, over every expert with 1 live column (8 tokens
+               give a routed expert 1.1 to 1.7) and with all 8; bytes are what the layout reads, pad included
     layer      routing list given; T = 8, 4, 1 with distinct experts as drawn; the byte floor is weights over the stream
     sweep      the same over ways to cut the weights (--sweep): no repacking, the layout does not depend on them
 
@@ -15,7 +15,6 @@ With --check the checks of tests/kernels/test_moe_product.py run first, on every
 
 import argparse
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from machine import environment
 from torch import Tensor
 
 from kilotok.kernels.moe.device import down_kernel, gate_up_kernel
@@ -60,15 +60,6 @@ PRODUCT_CUTS = (
 )
 # Of Qwen3-30B-A3B
 LAYER_CUTS = ((cut_of(1, 4, 2, 2), cut_of(1, 4, 2, 2)), (cut_of(1, 4, 4, 2), cut_of(1, 4, 4, 2)), (cut_of(2, 2, 2, 2), cut_of(2, 2, 2, 2)))
-
-
-def environment() -> str:
-    properties = torch.cuda.get_device_properties(0)
-    asked = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem", "--format=csv,noheader", "--id=0"]
-    driver = subprocess.run(asked, capture_output=True, text=True).stdout.strip() or "unknown"
-    commit = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return (f"{properties.name}, {properties.multi_processor_count} SMs; driver, SM and memory clock: {driver}; "
-            f"torch {torch.__version__}, triton {triton.__version__}, CUDA {torch.version.cuda}; commit {commit or 'unknown'}")
 
 
 def timed_us(call: Callable[[], object]) -> tuple[float, float, float]:

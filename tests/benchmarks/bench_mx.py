@@ -8,14 +8,13 @@ bit-for-bit checks of tests/kernels/test_mx_triton.py run first; with --sweep, f
 import argparse
 import itertools
 import math
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import triton
+from machine import environment
 from torch import Tensor
 from triton.testing import do_bench
 
@@ -32,15 +31,6 @@ from kilotok.kernels.mx import (
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "kernels")]   # mx_checks, test_mx_triton
 L2_BYTES = 256 * 2**20   # more than any; the input sets together exceed it
-
-
-def environment() -> str:
-    properties = torch.cuda.get_device_properties(0)
-    asked = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem", "--format=csv,noheader", "--id=0"]
-    driver = subprocess.run(asked, capture_output=True, text=True).stdout.strip() or "unknown"
-    commit = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return (f"{properties.name}, {properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB; driver, SM and memory clock: {driver}; "
-            f"torch {torch.__version__}, triton {triton.__version__}, CUDA {torch.version.cuda}; commit {commit or 'unknown'}")
 
 
 def timed(call: Callable[[Tensor], object], inputs: list[Tensor], *, rep: int) -> tuple[float, float, float]:

@@ -1,15 +1,13 @@
 """The experts for many tokens: the twin against dequantized weights, the kernel in Triton's interpreter, compiled, and on a GPU."""
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import triton
+from interpreted import run_in_interpreter
 from moe_checks import activations, checkpoint_of, dense_reference, routed
 from moe_compile import Shape
 from tolerances import FP32_EPS, Bound, assert_equal, assert_within
@@ -36,7 +34,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 def inputs(shape: Shape, num_tokens: int, *, seed: int, device: str = "cpu") -> tuple[Tensor, PrefillWeights, Tensor, Tensor]:
     """Of more than two tokens one is dead, one has an empty place; the last expert gets no token."""
-    weights = PrefillWeights(**vars(checkpoint_of(shape, seed=seed, device=device)))
+    weights = checkpoint_of(shape, seed=seed, device=device)
     ids, token_weights = routed(num_tokens, shape, seed=seed + 1, experts=shape.experts - 1)
     if num_tokens > 2:
         ids[0], ids[-1, 0] = -1, shape.experts
@@ -111,12 +109,7 @@ def run_interpreted() -> None:
 
 
 def test_the_interpreted_kernel_equals_dequantized_experts() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-           "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", "from test_moe_prefill import run_interpreted; run_interpreted()"],
-                         env=env, capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert ran.stdout.split("\n")[:-1] == [s.name for s in SHAPES]
+    assert run_in_interpreter("test_moe_prefill") == [s.name for s in SHAPES]
 
 
 @pytest.mark.parametrize("depth", [2048, 2880, 768])

@@ -127,8 +127,11 @@ def test_the_twin_refuses_a_routing_of_something_else() -> None:
     shape = SMALL[0]
     weights, x = checkpoint_of(shape, seed=1).pack(), activations(3, shape.hidden, seed=1)
     routing = route_ref(*routed(3, shape, seed=1), num_experts=shape.experts)
-    with pytest.raises(ValueError, match="experts_ref: the routing is of"):
-        experts_ref(x, weights, dataclasses.replace(routing, num_experts=shape.experts + 1))
+    wrong = dataclasses.replace(routing, num_experts=shape.experts + 1)
+    with pytest.raises(ValueError, match=r"gate_up_ref: the routing is of .* Route with"):
+        experts_ref(x, weights, wrong)
+    with pytest.raises(ValueError, match=r"down_ref: the routing is of .* Route with"):
+        down_ref(gate_up_ref(x, weights, routing), weights, wrong)
     with pytest.raises(ValueError, match=r"routing.num_experts_T must be .* \[2\]"):
         experts_ref(x[:2], weights, routing)
 
@@ -264,7 +267,7 @@ def test_compiled_for_sm_90(shape: Shape) -> None:
     stages = Stages.of(shape.gate_up)
     whole = [loop for loop in gate_up_kernel.loops if loop.num_mma == shape.gate_up.num_steps * 4 * stages.groups * stages.parts]
     assert len(whole) >= stages.partitions and whole[0].per_mma <= MOST_PER_MMA.get(shape.name, 17.5), str(gate_up_kernel)
-    # A layer has one body for whole and for short batches: a second one cost 7 us of instruction fetches at T = 8 (recipes/RECORDS.md). What a
+    # A layer has one body for whole and for short batches: a second one cost 7 us at T = 8, presumably instruction fetches (recipes/RECORDS.md). What a
     # batch adds to its MMAs is a branch that is not taken, zeros for parts that are missing, the sums and the stores.
     in_layer = Stages.of_layer(shape.gate_up, shape.down)
     assert len(layer.loops) == 2 * in_layer[0].partitions

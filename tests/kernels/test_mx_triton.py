@@ -1,9 +1,7 @@
 """The MXFP4 kernels: their device code in Triton's interpreter, what the compiler makes of it, and, on a GPU, the ops."""
 
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 import triton
 from cases import MODES, ScaleMode
+from interpreted import run_in_interpreter
 from mx_checks import DISTRIBUTIONS, OnDevice, check_every_byte, check_faults, check_weights, weights
 from tolerances import assert_equal
 from torch import Tensor
@@ -47,12 +46,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 @pytest.mark.slow
 def test_the_interpreted_kernels_equal_their_twins() -> None:
-    """The kernels' own source on bf16 weights, every rule and both dims; the interpreter has to be chosen before Triton is imported."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", "from mx_checks import run_interpreted; run_interpreted()"],
-                         env=env, capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert ran.stdout.split("\n")[:-1] == [*DISTRIBUTIONS, "several experts", "every byte", "faults", "all"]
+    """The kernels' own source on bf16 weights, every rule and both dims."""
+    assert run_in_interpreter("mx_checks") == [*DISTRIBUTIONS, "several experts", "every byte", "faults", "all"]
 
 
 def compiled(kernel: Any, *, capability: int, num_warps: int, pointers: dict[str, str], **constants: str | int) -> Any:
