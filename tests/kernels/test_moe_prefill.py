@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from triton.compiler import ASTSource
 from kilotok.kernels.moe.prefill import BLOCK_K, BLOCK_M, BLOCK_N, PrefillWeights, _grouped, _grouped_kernel, group_pairs, prefill, prefill_ref
 from kilotok.kernels.mx import dequantize_mxfp4_ref
 
-TESTS = Path(__file__).parents[1]
 FP64 = Bound(maximum=1e-12, rms=1e-13, reason="float64 sums of a few hundred terms in another order")
 PRODUCT = Bound(maximum=64 * FP32_EPS, rms=8 * FP32_EPS, reason="fp32 sums of up to 2880 exact products of bf16")
 # 17 and 18 eps of RMS were seen on an H200.

@@ -1,6 +1,5 @@
 """The routing list: its twin against the pairs themselves, its kernel in Triton's interpreter, compiled, and on a GPU."""
 
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from triton.compiler import ASTSource
 
 from kilotok.kernels.moe.routing import Routing, _route_kernel, max_tiles, route, route_constants, route_ref, stack_routings
 
-TESTS = Path(__file__).parents[1]
 # T, K, E: one token, a draft block, many tokens on few experts (several tiles an expert), the largest
 SIZES = [(1, 8, 128), (8, 8, 128), (8, 4, 32), (3, 2, 5), (64, 8, 128), (64, 4, 4), (40, 1, 1), (64, 16, 512), (16, 10, 384)]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,6 @@ from kilotok.kernels.mx.fake_quant import _fake_quant_columns_kernel, _fake_quan
 from kilotok.kernels.mx.launch import BLOCKS, COLUMN_WARPS, COLUMNS, ROW_WARPS
 from kilotok.kernels.mx.quantize import _quantize_columns_kernel, _quantize_rows_kernel
 
-TESTS = Path(__file__).parents[1]
 BF16, FP32 = torch.bfloat16, torch.float32
 # Every rule is compiled for sm_90; floor and rceil differ from even by one constant, which sm_100 need not prove again.
 COMPILED = [*((m, 90) for m in MODES), ("even", 100), ("mse", 100)]
