@@ -27,7 +27,7 @@ THIRD_PARTY = {
     "kernels": {"torch", "triton"},
     "quant": {"torch", "safetensors"},
     "dflash": {"torch", "safetensors", "transformers"},
-    "train": {"torch", "lightning", "datasets", "wandb", "muon", "jsonargparse", "yaml", "numpy"},
+    "train": {"torch", "safetensors", "lightning", "datasets", "wandb", "muon", "jsonargparse", "yaml", "numpy", "openai"},
     "runtime": {"torch", "safetensors", "transformers", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "openai", "matplotlib"},
 }
 EXTRA_THIRD_PARTY = {"quant/archs/": {"transformers", "gguf"}}        # the doors to transformers

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from ..dflash.loss import LossKind
 from .config import Source, TrainerConfig, at_least, positive
+from .shares import Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +38,24 @@ class PromptConfig:
     temperatures: list[float] = field(default_factory=lambda: [0.0])   # every prompt is answered once at each; 0 is greedy
     generation_batch: int = 64                     # prompts answered at once
     responses: str | None = None                   # directory of the responses, to share them between runs; null: RUN/responses
+    endpoint: str | None = None                    # URL of an OpenAI-compatible server of the target, which then answers; null: in process
+    endpoint_model: str | None = None              # its name of the target; null: the only model it has
+    endpoint_concurrency: int = 64                 # prompts under way at it
+    shard: str | None = None                       # 2/8: answer the second of eight shares into data.responses and stop; null: answer all, and train
+    features: str | None = None                    # directory of the target's states, read once before training; null: anew at every step
     heldout_prompts: int = 12                      # a domain, spread evenly over its prompts
     heldout_new_tokens: int = 64                   # decoded for each to measure the acceptance length
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "prompt_tokens", "prompts_per_document", "max_new_tokens", "generation_batch", "heldout_prompts", "heldout_new_tokens"):
+        for name in ("sequence_length", "prompt_tokens", "prompts_per_document", "max_new_tokens", "generation_batch", "endpoint_concurrency", "heldout_prompts",
+                     "heldout_new_tokens"):
             positive(f"data.{name}", getattr(self, name))
+        if self.endpoint_model is not None and self.endpoint is None:
+            raise ValueError(f"data.endpoint_model: is the name of a model at data.endpoint; got {self.endpoint_model!r} and no endpoint. Give its URL.")
+        if self.shard is not None:
+            Share.parse(self.shard, where="data.shard")   # its check
+            if self.responses is None:
+                raise ValueError(f"data.shard: a share ({self.shard}) is written where the run that trains finds it. Give data.responses, a shared directory.")
         if not self.temperatures or any(not 0 <= t <= 10 for t in self.temperatures):
             raise ValueError(f"data.temperatures: needs at least one, each in 0..10; got {self.temperatures}.")
 

@@ -76,6 +76,7 @@ class PromptData:
                 raise ValueError(f"data.heldout: prompt {prompt.row['id']!r} has {len(prompt.ids)} tokens, and the target's context is {max_length}. "
                                  "Shorten or remove it.")
         self._keep_apart(config)
+        self.duplicates = self._answer_once(config)   # by source
         self.sha256 = hashlib.sha256("".join(sha256_of_prompts(g) for g in (*self.train, *self.heldout_file.values())).encode()).hexdigest()
 
     def _keep_apart(self, config: PromptConfig) -> None:
@@ -93,10 +94,30 @@ class PromptData:
                 raise ValueError(f"data source {source.domain!r}: every prompt is a held-out one too. Give other text.")
 
 
-class RowData(L.LightningDataModule):
-    """Packed rows by (seed, step); the sources' weights are their shares of the rows."""
+    def _answer_once(self, config: PromptConfig) -> list[int]:
+        """Each prompt stays in the first source that has it, once; returns how many left each."""
+        seen: set[tuple[int, ...]] = set()
+        removed = []
+        for number, source in enumerate(config.train):
+            fresh = []
+            for p in self.train[number]:
+                if p.ids not in seen:
+                    fresh.append(p)
+                    seen.add(p.ids)
+            removed.append(len(self.train[number]) - len(fresh))
+            if removed[-1]:
+                print(f"{source.domain}: {removed[-1]} of {len(self.train[number])} prompts left out: the same tokens come before, here or in an earlier source",
+                      flush=True)
+            if not fresh:
+                raise ValueError(f"data source {source.domain!r}: every prompt is in an earlier source too. Leave the source out, or give other text.")
+            self.train[number] = fresh
+        return removed
 
-    def __init__(self, sources: list[list[Tensor]], *, weights: list[float], seed: int, batch_size: int, accumulate: int, max_steps: int) -> None:
+
+class RowData(L.LightningDataModule):
+    """Packed rows by (seed, step); the sources' weights are their shares of the rows. A source may be a list, or what reads its rows from disk."""
+
+    def __init__(self, sources: list[Any], *, weights: list[float], seed: int, batch_size: int, accumulate: int, max_steps: int) -> None:
         super().__init__()
         self.sources, self.weights, self.seed = sources, weights, seed
         self.batch_size, self.accumulate, self.max_steps = batch_size, accumulate, max_steps

@@ -65,7 +65,19 @@ def _chat_prompt(name: str, document: dict[str, Any], source: Source, *, tokeniz
     if tools:
         row["tools"] = tools
     row["reference"] = turns[1]["content"] if len(turns) > 1 else None
-    return Prompt(domain=source.domain, ids=_encode(tokenizer, text), row=row)
+    ids = _encode(tokenizer, text)
+    _refuse_second_template(turns[0]["content"], text, ids, tokenizer=tokenizer, where=f"data source {source.domain!r}, prompt {row['id']!r}")
+    return Prompt(domain=source.domain, ids=ids, row=row)
+
+
+def _refuse_second_template(content: str, text: str, ids: tuple[int, ...], *, tokenizer: Any, where: str) -> None:
+    """ValueError for a turn that was rendered before, and for a template that begins with two BOS tokens."""
+    before = text[:text.find(content)].strip() if content in text else ""
+    opening = tokenizer.decode(ids[:1]).strip() if ids[0] in tokenizer.all_special_ids else before   # a turn rendered otherwise still opens like this one
+    if opening and content.lstrip().startswith(opening):
+        raise ValueError(f"{where}: begins with {opening!r:.60}, as the chat template's own text does: it was rendered before. Give the turn as plain text.")
+    if tokenizer.bos_token_id is not None and ids[:2] == (tokenizer.bos_token_id,) * 2:
+        raise ValueError(f"{where}: the chat template begins with two {tokenizer.bos_token!r}. Remove one from the template.")
 
 
 def _text_prompts(name: str, text: str, source: Source, *, tokenizer: Any, tokens: int, count: int) -> list[Prompt]:

@@ -4,11 +4,15 @@ Prompts are answered in batches, each batch with a seed of its own, and each bat
 disk before the next: a killed run continues where it was, with the same text. A response ends at an
 end-of-sequence token (kept: it is drafted too) and is cut where an 8-gram comes for the third time, because small models
 loop and loops flatter a draft.
+
+The target answers in process, or a server of it does (endpoint.py). Batches are independent of each other: several ranks, or several
+machines that share the directory, answer every n-th of them each.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +22,9 @@ from torch import nn
 from ..dflash.metrics import cut_at_repeat
 from ..quant.checkpoint import write_atomically
 from .prompts import Prompt
+from .shares import Share, wait_for
 
+Answers = list[list[int] | None]   # to the prompts of a batch; None where the tokens of an answer cannot be told
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
@@ -41,10 +47,11 @@ class Answering:
     eos_ids: frozenset[int]
     pad_id: int
     seed: int
+    server: str | None = None       # the model's name at an endpoint; None: in process
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Batch:
+class Batch:
     """Prompts that are answered together, in one of the passes over all of them."""
 
     run: int                # 0 for the first temperature
@@ -54,6 +61,14 @@ class _Batch:
     path: Path
     key: str                # what the answers depend on
 
+    def seed(self, index: int | None = None) -> int:
+        """A seed of the batch, or of one of its prompts."""
+        key = self.key if index is None else hashlib.sha256(f"{self.key} {index}".encode()).hexdigest()
+        return int(key[:8], 16)
+
+
+Answerer = Callable[[Sequence[Batch]], Iterator[Answers]]   # the answers to each batch, in order
+
 
 def check_stored(prompts: Sequence[Prompt], *, how: Answering) -> None:
     """ValueError for a stored batch that is damaged, answers other prompts, or was made by another target or with other settings."""
@@ -61,40 +76,66 @@ def check_stored(prompts: Sequence[Prompt], *, how: Answering) -> None:
         _read(batch)
 
 
-def generate_responses(model: nn.Module, prompts: Sequence[Prompt], *, how: Answering, say: Callable[[str], None]) -> list[Response]:
-    """Every prompt answered once at each temperature, in that order; batches on disk are read, not made again. Errors: as `check_stored`."""
-    found: dict[tuple[int, int], Response] = {}
-    how.directory.mkdir(parents=True, exist_ok=True)
+def generate_responses(
+    model: nn.Module | Answerer, prompts: Sequence[Prompt], *, how: Answering, say: Callable[[str], None], share: Share | None = None,
+) -> list[Response]:
+    """Every prompt answered once at each temperature, in that order; batches on disk are read, not made again.
+
+    model: the target, or what asks a server of it. share: the batches to make here; the rest is waited for. Answers whose tokens cannot be
+    told are left out. Errors: as `check_stored`, and those of the server.
+    """
     batches = _batches(prompts, how=how)
-    made = 0
-    for number, batch in enumerate(batches):
-        answers = _read(batch)
-        if answers is None:
-            answers = _answer(model, batch.texts, temperature=batch.temperature, how=how, seed=int(batch.key[:8], 16))
-            write_atomically(batch.path, text=json.dumps({"key": batch.key, "responses": answers}) + "\n")
-            made += 1
-        for i, answer in zip(batch.indices, answers, strict=True):
-            found[batch.run, i] = Response(prompt=prompts[i].ids, response=tuple(answer[:cut_at_repeat(answer)]))
-        if made and (made % 20 == 0 or number + 1 == len(batches)):
-            say(f"{how.directory.name}: responses: batch {number + 1} of {len(batches)}")
+    make_responses(model, prompts, how=how, say=say, share=share)
+    wait_for([b.path for b in batches], what=f"{how.directory.name}: responses of the other ranks", say=say)
+    found: dict[tuple[int, int], Response] = {}
+    for batch in batches:
+        for i, answer in zip(batch.indices, _stored(batch), strict=True):
+            if answer is not None:
+                found[batch.run, i] = Response(prompt=prompts[i].ids, response=tuple(answer[:cut_at_repeat(answer)]))
     return [found[key] for key in sorted(found)]
 
 
-def _batches(prompts: Sequence[Prompt], *, how: Answering) -> list[_Batch]:
+def make_responses(
+    model: nn.Module | Answerer, prompts: Sequence[Prompt], *, how: Answering, say: Callable[[str], None], share: Share | None = None,
+) -> int:
+    """Answer the batches of a share that are not on disk, each written as soon as it is whole; returns how many. Errors: as `generate_responses`."""
+    how.directory.mkdir(parents=True, exist_ok=True)
+    batches = _batches(prompts, how=how)
+    missing = [(n, b) for n, b in enumerate(batches) if (share is None or share.holds(n)) and _read(b) is None]
+    answerer: Answerer = (lambda some: (_answer(model, b, how=how) for b in some)) if isinstance(model, nn.Module) else model
+    started, tokens = time.perf_counter(), 0
+    for made, ((number, batch), answers) in enumerate(zip(missing, answerer([b for _, b in missing]), strict=True), start=1):
+        write_atomically(batch.path, text=json.dumps({"key": batch.key, "responses": answers}) + "\n")
+        tokens += sum(len(a) for a in answers if a is not None)
+        if made % 20 == 0 or made == len(missing):
+            say(f"{how.directory.name}: responses: batch {number + 1} of {len(batches)}, {tokens / (time.perf_counter() - started):,.0f} tokens/s")
+    return len(missing)
+
+
+def _batches(prompts: Sequence[Prompt], *, how: Answering) -> list[Batch]:
     # prompts of like length share a batch, so that little is padding; the order of the answers stays the prompts'
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
-    settings = {"target": how.target_sha256, "dtype": how.dtype, "max_new_tokens": how.max_new_tokens, "seed": how.seed, "eos": sorted(how.eos_ids)}
-    batches: list[_Batch] = []
+    settings: dict[str, object] = {"target": how.target_sha256, "dtype": how.dtype, "max_new_tokens": how.max_new_tokens, "seed": how.seed, "eos": sorted(how.eos_ids)}
+    if how.server is not None:
+        settings["server"] = how.server
+    batches: list[Batch] = []
     for run, temperature in enumerate(how.temperatures):
         for start in range(0, len(prompts), how.batch_size):
             indices = tuple(order[start:start + how.batch_size])
             texts = tuple(prompts[i].ids for i in indices)
             key = hashlib.sha256(json.dumps([texts, run, temperature, settings]).encode()).hexdigest()
-            batches.append(_Batch(run=run, temperature=temperature, indices=indices, texts=texts, path=how.directory / f"{len(batches):06d}.json", key=key))
+            batches.append(Batch(run=run, temperature=temperature, indices=indices, texts=texts, path=how.directory / f"{len(batches):06d}.json", key=key))
     return batches
 
 
-def _read(batch: _Batch) -> list[list[int]] | None:
+def _stored(batch: Batch) -> Answers:
+    answers = _read(batch)
+    if answers is None:
+        raise ValueError(f"{batch.path}: was there and is gone. Start again with --resume: it is made again.")
+    return answers
+
+
+def _read(batch: Batch) -> Answers | None:
     if not batch.path.is_file():
         return None
     try:
@@ -104,13 +145,14 @@ def _read(batch: _Batch) -> list[list[int]] | None:
         raise ValueError(f"{batch.path}: not readable as stored answers ({type(error).__name__}: {error}). Remove it: it is made again.") from error
     if key != batch.key:
         raise ValueError(f"{batch.path}: holds answers of another target, to other prompts or with other settings. Choose another --run or --data.responses.")
-    answers: list[list[int]] = responses
+    answers: Answers = responses
     return answers
 
 
 @torch.no_grad()
-def _answer(model: nn.Module, texts: Sequence[Sequence[int]], *, temperature: float, how: Answering, seed: int) -> list[list[int]]:
+def _answer(model: nn.Module, batch: Batch, *, how: Answering) -> Answers:
     """transformers' own generation, left-padded. The end token is kept, what follows it is not."""
+    texts, temperature = batch.texts, batch.temperature
     device = next(model.parameters()).device
     longest = max(len(t) for t in texts)
     ids = torch.full((len(texts), longest), how.pad_id, device=device)
@@ -120,10 +162,10 @@ def _answer(model: nn.Module, texts: Sequence[Sequence[int]], *, temperature: fl
         mask[row, longest - len(text):] = 1
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        torch.manual_seed(batch.seed())
         output = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=how.max_new_tokens, eos_token_id=sorted(how.eos_ids) or None,  # type: ignore[operator]
                                 pad_token_id=how.pad_id, **sampling)
-    answers = []
+    answers: Answers = []
     for row in output[:, longest:].tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in how.eos_ids), len(row))
         answers.append(row[:end])

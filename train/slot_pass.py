@@ -1,5 +1,7 @@
 """One pass of target and draft over packed rows: what training optimizes and held-out accuracy measures."""
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -12,14 +14,14 @@ from .distill_config import SlotLossConfig
 from .distill_data import DOCUMENTS, IDS, POSITIONS, SUPERVISED
 
 
-def slot_pass(draft: DraftModel, target: nn.Module, batch_B4S: Tensor, *, loss: SlotLossConfig, generator: torch.Generator) -> SlotSums:
+def slot_pass(draft: DraftModel, target: nn.Module, batch: Tensor | Sequence[Tensor], *, loss: SlotLossConfig, generator: torch.Generator) -> SlotSums:
     """One forward of target and draft over packed rows: loss and accuracy of the slots of randomly drawn blocks.
 
-    Shapes: batch_B4S as `pack_row` makes it.
+    Shapes: batch: rows [B, 4, S] as `pack_row` makes them, alone or with their stored features and final states (`features_of`).
     """
+    batch_B4S, features, hidden = features_of(target, batch, layer_ids=draft.config.target_layer_ids)
     ids, documents, positions = batch_B4S[:, IDS], batch_B4S[:, DOCUMENTS], batch_B4S[:, POSITIONS]
     supervised = batch_B4S[:, SUPERVISED].bool()
-    features, hidden = run_target(target, ids, documents_BS=documents, positions_BS=positions, layer_ids=draft.config.target_layer_ids)
     valid = valid_anchors(documents, supervised_BS=supervised, positions_BS=positions)
     index, is_valid = draw_anchors(valid, num_anchors=loss.anchors, generator=generator)
     embedding: Tensor = target.get_input_embeddings().weight  # type: ignore[operator]
@@ -31,17 +33,49 @@ def slot_pass(draft: DraftModel, target: nn.Module, batch_B4S: Tensor, *, loss: 
                      chunk_rows=loss.chunk_rows)
 
 
+def features_of(target: nn.Module, batch: Tensor | Sequence[Tensor], *, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows [B, 4, S], tapped features [B, S, F], final states [B, S, D]): from the batch when it brings them, else the target reads the rows."""
+    if isinstance(batch, Tensor):
+        documents, positions = batch[:, DOCUMENTS], batch[:, POSITIONS]
+        return batch, *run_target(target, batch[:, IDS], documents_BS=documents, positions_BS=positions, layer_ids=layer_ids)
+    rows_B4S, features_BSF, hidden_BSD = batch
+    return rows_B4S, features_BSF, hidden_BSD
+
+
 @torch.no_grad()
 def run_target(target: nn.Module, ids_BS: Tensor, *, documents_BS: Tensor, positions_BS: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(tapped features [B, S, F], states after the final norm [B, S, D]) of packed rows, each document on its own.
+    """(tapped features [B, S, F], states after the final norm [B, S, D]) of packed rows, each document on its own; zeros at padding.
 
-    The mask is written out: transformers guesses packing from the positions only where it can.
+    The documents are laid side by side, one a row, and padded on the right: under causal attention no token sees what comes after it, so
+    the target needs no mask of ours, its own sliding windows hold, and no attention is computed between documents. Longest first, cut so
+    that no forward has more tokens than the packed rows (T: those of all documents).
     """
-    length = ids_BS.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=ids_BS.device).tril()
-    mask = causal & (documents_BS.unsqueeze(2) == documents_BS.unsqueeze(1))
-    dtype = next(target.parameters()).dtype
-    additive = torch.zeros(mask.shape, dtype=dtype, device=ids_BS.device).masked_fill(~mask, torch.finfo(dtype).min).unsqueeze(1)
+    place_T = (documents_BS >= 0).flatten().nonzero().squeeze(1)   # in the rows, which lie one behind the other
+    ids_T, position_T = ids_BS.flatten()[place_T], positions_BS.flatten()[place_T]
+    document_T = (position_T == 0).cumsum(0) - 1                   # a document begins at position 0
+    lengths, order = torch.bincount(document_T).sort(descending=True, stable=True)
+    rank_T = order.argsort()[document_T]
+    found: list[Tensor] = []
     with Taps(target, layer_ids=layer_ids) as taps:
-        output = target.model(input_ids=ids_BS, attention_mask=additive, position_ids=positions_BS, use_cache=False)  # type: ignore[operator, union-attr]
-        return taps.take(), output.last_hidden_state
+        for start, end, longest in _parts(lengths.tolist(), limit=ids_BS.numel()):
+            mine = ((rank_T >= start) & (rank_T < end)).nonzero().squeeze(1)
+            row, column = rank_T[mine] - start, position_T[mine]
+            padded = ids_BS.new_zeros(end - start, longest)
+            padded[row, column] = ids_T[mine]
+            hidden = target.model(input_ids=padded, use_cache=False).last_hidden_state  # type: ignore[operator, union-attr]
+            states = (taps.take(), hidden)
+            if not found:
+                found = [s.new_zeros(ids_BS.numel(), s.shape[-1]) for s in states]
+            for all_of_it, part in zip(found, states, strict=True):
+                all_of_it[place_T[mine]] = part[row, column]
+    features, hidden = (f.unflatten(0, ids_BS.shape) for f in found)
+    return features, hidden
+
+
+def _parts(lengths: Sequence[int], *, limit: int) -> Iterator[tuple[int, int, int]]:
+    """(start, end, longest) of consecutive documents, longest first, that have at most `limit` tokens once padded to the longest of them."""
+    start = 0
+    while start < len(lengths):
+        end = min(len(lengths), start + max(1, limit // lengths[start]))
+        yield start, end, lengths[start]
+        start = end
