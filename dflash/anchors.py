@@ -39,7 +39,7 @@ def draw_anchors(valid_BS: Tensor, *, num_anchors: int, generator: torch.Generat
     Returns indices int64 [B, A], ascending where valid and the invalid ones last, and bool [B, A]: False where the row had fewer valid
         tokens than A (the index is then 0, and its block must not count). A is at most num_anchors and at least 1.
     """
-    batch, length = valid_BS.shape
+    length = valid_BS.shape[1]
     count = min(num_anchors, length)
     scores = torch.rand(valid_BS.shape, generator=generator, device=valid_BS.device, dtype=torch.float64)
     if documents_BS is not None:

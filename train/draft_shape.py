@@ -88,7 +88,8 @@ def draft_plan(draft: DraftModel, *, origin: str) -> str:
     causal = {"no": "non-causal", "yes": "causal in the block", "sliding": "causal in the block in sliding layers"}[c.causal]
     options = [f"{name} {value}" for name, value, neutral in (
         ("partial rotary", c.partial_rotary_factor, 1.0), ("rope scaling", c.rope_scaling, None), ("value scale", c.attention_value_scale, 1.0),
-        ("output multiplier", c.output_multiplier, 1.0), ("logit softcap", c.logit_softcap, None), ("vocabulary", c.draft_vocab_size, None)) if value != neutral]
+        ("output multiplier", c.output_multiplier, 1.0), ("logit softcap", c.logit_softcap, None), ("vocabulary", c.draft_vocab_size, None))
+        if value != neutral]
     options += [name for name, on in (("attention sinks", c.attention_sinks), ("trained mask embedding", c.mask_embedding)) if on]
     if c.backbone_rotary_base is not None:
         options.append(f"backbone_rotary_base {c.backbone_rotary_base:g} not used, as in vLLM and SGLang")
