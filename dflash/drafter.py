@@ -2,21 +2,20 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from .mask import context_visible
-from .model import Context, DraftModel, block_embeddings
+from ..kernels.attention import BlockPlan
+from .model import Context, DraftModel
 from .sampling import Sampling, choose_tokens
 
 
 class DFlashDrafter:
     """Keeps the context's keys and values of one sequence and proposes from them.
 
-    embedding_VD, head_VD: the target's. With a sliding window only the newest `window` context tokens are kept.
+    embedding_VD, head_VD: the target's. If all layers slide, only the newest `window` context tokens are kept.
     """
 
     def __init__(self, model: DraftModel, *, embedding_VD: Tensor, head_VD: Tensor) -> None:
-        self.model, self.embedding_VD, self.head_VD = model, embedding_VD, head_VD
+        self.model, self.embedding_VD, self.head_UD = model, embedding_VD, model.head_rows(head_VD)
         self.num_drafts = model.config.num_drafts
         c = model.config
         empty = model.fc.weight.new_zeros(1, c.num_key_value_heads, 0, c.head_dim)
@@ -26,7 +25,7 @@ class DFlashDrafter:
     @torch.no_grad()
     def observe(self, features_TF: Tensor) -> None:
         """Take the target's features of the next committed positions, [T, F]."""
-        window = self.model.config.sliding_window
+        window = self.model.config.context_window
         if window is not None and features_TF.shape[0] > window:   # what a long prompt pushes out at once is never looked at
             self._observed += features_TF.shape[0] - window
             features_TF = features_TF[-window:]
@@ -40,15 +39,18 @@ class DFlashDrafter:
 
     @torch.no_grad()
     def logits(self, anchor: int) -> Tensor:
-        """The target head's logits of the masked slots, [N - 1, V]; the anchor sits at the next unobserved position."""
-        device = self.head_VD.device
-        anchors = torch.tensor([[self._observed]], device=device)
-        context_positions = torch.arange(self._observed - self._contexts[0].keys.shape[2], self._observed, device=device)
-        c = self.model.config
-        visible = context_visible(anchors[0], block_size=c.block_size, context_positions_S=context_positions, window=c.sliding_window)
-        block = block_embeddings(c, torch.tensor([[anchor]], device=device), embedding_VD=self.embedding_VD).to(self.model.fc.weight.dtype)
-        hidden = self.model(block, contexts=self._contexts, visible_BANS=visible.unsqueeze(0), anchors_BA=anchors)
-        return F.linear(hidden[0, 0, 1:].to(self.head_VD.dtype), self.head_VD)
+        """Logits of the masked slots, [N - 1, V]; the anchor sits at the next unobserved position. Tokens outside a reduced vocabulary have -inf."""
+        device, c = self.head_UD.device, self.model.config
+        kept = self._contexts[0].keys.shape[2]
+        anchor_at, first = torch.full((1, 1), kept, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device)
+        plans = [BlockPlan(anchors_BA=anchor_at, firsts_BA=first, block_size=c.block_size, window=c.window_of(i), causal=c.is_causal(i))
+                 for i in range(c.num_hidden_layers)]
+        block = self.model.embed(torch.tensor([[anchor]], device=device), embedding_VD=self.embedding_VD).to(self.model.fc.weight.dtype)
+        hidden = self.model.block(block, contexts=self._contexts, plans=plans, positions_BA=torch.tensor([[self._observed]], device=device))
+        logits = self.model.logits(hidden[0, 0, 1:], head_UD=self.head_UD)
+        if self.model.draft_ids is None:
+            return logits
+        return logits.new_full((logits.shape[0], self.embedding_VD.shape[0]), -torch.inf).index_copy_(1, self.model.draft_ids, logits)
 
     def propose(self, anchor: int, *, count: int, sampling: Sampling) -> list[int]:
         """The first `count` slots' tokens, picked with the noise the target will use at those positions."""

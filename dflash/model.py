@@ -7,28 +7,29 @@
     logits of slot n = target.lm_head(norm(x))[n]                  predicts the token AT the slot's position, no shift
 
 The context's keys and values depend on nothing but its features, so they are computed once per token and kept. Training
-runs many blocks of one sequence against the same context; drafting runs one. Both call `forward`, and `mask.py` says what a
-slot sees. Tensor names and shapes are the published ones; embedding and head are the target's and are not stored.
+runs many blocks of one sequence against the same context (`forward`); drafting runs one (`context`, `block`). What a slot sees is
+`kernels.attention`'s plan in both. Tensor names and shapes are the published ones; embedding and head are the target's and are not stored.
 
 Cost of a block: N rows through L layers, plus the visible context's keys and values, W rows a layer.
 
 Legend: B sequences, A anchors a sequence, N draft block length, S context tokens, D hidden, F tapped features (taps * D),
-H query heads, G key/value heads, K head dimension.
+H query heads, G key/value heads, K head dimension, V the target's vocabulary, U the draft's.
 Source: DFlash, arXiv 2602.06036, and its published checkpoints.
 """
 
-from typing import NamedTuple
+import contextlib
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..kernels.attention import BlockPlan, attend_blocks, block_plan
 from .config import DraftConfig
-from .mask import context_visible
 
 
 class Context(NamedTuple):
-    """Keys (rotated) and values of the context tokens in one layer, [B, G, S, K] each."""
+    """Keys (rotated) and values (scaled) of the context tokens in one layer, [B, G, S, K] each."""
 
     keys: Tensor
     values: Tensor
@@ -45,28 +46,36 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return self.weight.to(x.dtype) * normed.to(x.dtype)   # so a bf16 block stays bf16 beside fp32 masters, as it is when served
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of some positions, [..., 1, K / 2] each."""
+    """Cosines and sines of some positions, [..., 1, rotary_dim / 2] each."""
 
     cos: Tensor
     sin: Tensor
 
 
-def rotation(positions: Tensor, *, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
-    """Angles in fp64, so that position 100,000 is as exact as position 1; then rounded to `dtype`."""
-    half = head_dim // 2
-    frequencies = theta ** (-torch.arange(half, device=positions.device, dtype=torch.float64) / half)
-    angles = (positions.double().unsqueeze(-1) * frequencies).unsqueeze(-2)
-    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+def rotary_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
+    """(radians a position, fp64 [rotary_dim / 2], factor of cosine and sine). Scaled kinds are transformers' own, which computes them in fp32."""
+    c, half = config, config.rotary_dim // 2
+    if c.rope_scaling is None:
+        return c.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half), 1.0
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    hf: Any = Qwen3Config(hidden_size=c.hidden_size, num_attention_heads=c.num_attention_heads, head_dim=c.head_dim,
+                          max_position_embeddings=c.max_position_embeddings)
+    hf.rope_parameters = {"rope_theta": c.rope_theta, "partial_rotary_factor": c.partial_rotary_factor, **c.rope_scaling}
+    frequencies, factor = ROPE_INIT_FUNCTIONS[c.rope_scaling["rope_type"]](hf, torch.device("cpu"))
+    return frequencies.double(), float(factor)
 
 
 def rotate(x: Tensor, by: Rotation) -> Tensor:
-    """Rotary position embedding, halves layout (NeoX). Shapes: x [..., H, K] at the positions [...] of `by`."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * by.cos - b * by.sin, b * by.cos + a * by.sin), dim=-1)
+    """Rotary position embedding, halves layout (NeoX), of the first dimensions. Shapes: x [..., H, K] at the positions [...] of `by`."""
+    half = by.cos.shape[-1]
+    a, b = x[..., :half], x[..., half:2 * half]
+    return torch.cat((a * by.cos - b * by.sin, b * by.cos + a * by.sin, x[..., 2 * half:]), dim=-1)
 
 
 class Attention(nn.Module):
@@ -82,32 +91,22 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * k, d, bias=False)
         self.q_norm = RMSNorm(k, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(k, eps=config.rms_norm_eps)
+        self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads)) if config.attention_sinks else None
 
     def keys_values(self, x: Tensor, *, at: Rotation) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values of tokens [..., D]: two tensors [..., G, K]."""
+        """Rotated keys and scaled values of tokens [..., D]: two tensors [..., G, K]."""
         shape = (*x.shape[:-1], self.config.num_key_value_heads, self.config.head_dim)
         keys = rotate(self.k_norm(self.k_proj(x).view(shape)), at)
-        return keys, self.v_proj(x).view(shape)
+        values = self.v_proj(x).view(shape)
+        return keys, values if self.config.attention_value_scale == 1 else values * self.config.attention_value_scale
 
-    def forward(self, x_BAND: Tensor, *, context: Context, visible_BANS: Tensor, at: Rotation) -> Tensor:
+    def forward(self, x_BAND: Tensor, *, context: Context, plan: BlockPlan, at: Rotation) -> Tensor:
         c = self.config
-        batch, anchors, slots, _ = x_BAND.shape
-        groups, repeat = c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads
-        query = self.q_norm(self.q_proj(x_BAND).view(batch, anchors, slots, c.num_attention_heads, c.head_dim))
-        query = rotate(query, at) * c.head_dim**-0.5
-        own_keys, own_values = self.keys_values(x_BAND, at=at)
-        # rows of one key/value head: every anchor, slot and query head of its group, against the same context
-        query = query.view(batch, anchors, slots, groups, repeat, c.head_dim).permute(0, 3, 1, 2, 4, 5)              # B G A N R K
-        to_context = (query.flatten(2, 4) @ context.keys.mT).view(*query.shape[:-1], -1)                                # B G A N R S
-        to_context = to_context.masked_fill(~visible_BANS[:, None, :, :, None], -torch.inf)
-        own_keys, own_values = (t.permute(0, 3, 1, 2, 4) for t in (own_keys, own_values))                                # B G A N K
-        to_block = (query.flatten(3, 4) @ own_keys.mT).view(*query.shape[:-1], slots)                                    # B G A N R N
-        scores = torch.cat((to_context, to_block), dim=-1)
-        weights = scores.to(torch.promote_types(x_BAND.dtype, torch.float32)).softmax(-1).to(x_BAND.dtype)
-        length = context.keys.shape[2]
-        mixed = (weights[..., :length].flatten(2, 4) @ context.values).view(query.shape)
-        mixed = mixed + (weights[..., length:].flatten(3, 4) @ own_values).view(query.shape)
-        output: Tensor = self.o_proj(mixed.permute(0, 2, 3, 1, 4, 5).reshape(batch, anchors, slots, -1))
+        query = rotate(self.q_norm(self.q_proj(x_BAND).view(*x_BAND.shape[:-1], c.num_attention_heads, c.head_dim)), at)
+        keys, values = self.keys_values(x_BAND, at=at)
+        mixed = attend_blocks(query, context_keys_BGSK=context.keys, context_values_BGSK=context.values, keys_BANGK=keys, values_BANGK=values, plan=plan,
+                              sinks_H=self.attention_sink_bias)
+        output: Tensor = self.o_proj(mixed.flatten(-2))
         return output
 
 
@@ -135,30 +134,70 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 
+    def forward(self, x_BAND: Tensor, *, context: Context | Tensor, context_at: Rotation | None, plan: BlockPlan, at: Rotation) -> Tensor:
+        """context: the layer's keys and values, or ctx [B, S, D] at the positions of `context_at`, which gives them."""
+        if not isinstance(context, Context):
+            assert context_at is not None
+            context = self.context(context, at=context_at)
+        x_BAND = x_BAND + self.self_attn(self.input_layernorm(x_BAND), context=context, plan=plan, at=at)
+        x_BAND = x_BAND + self.mlp(self.post_attention_layernorm(x_BAND))
+        return x_BAND
+
+    def context(self, ctx_BSD: Tensor, *, at: Rotation) -> Context:
+        """Keys and values of context tokens; what they see of the layer is its two projections and the key's norm."""
+        keys, values = self.self_attn.keys_values(ctx_BSD, at=at)
+        return Context(keys.transpose(1, 2), values.transpose(1, 2))
+
+
+class Blocks(NamedTuple):
+    """Where the blocks of a batch of (packed) rows sit.
+
+    anchors_BA: row index of each anchor, ascending where it counts; ids_BA: its token; positions_BS: int64 of the row's tokens, inside their
+    document, which begins at position 0.
+    """
+
+    anchors_BA: Tensor
+    ids_BA: Tensor
+    positions_BS: Tensor
+
 
 class DraftModel(nn.Module):
-    """The draft head's trained tensors, 11 a layer and 3, under their published names."""
+    """The draft head's trained tensors, 11 a layer and 3, under their published names; options add theirs."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size)) if config.mask_embedding else None
+        # target ids of the tokens it can propose, ascending; the logits have one column for each
+        self.register_buffer("draft_ids", None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size))
+        # of a checkpoint that brings its own head or embedding; else both are the target's
+        self.register_buffer("own_head", None, persistent=False)
+        self.register_buffer("own_embedding", None, persistent=False)
+        self._frequencies, self._rotary_factor = rotary_frequencies(config)
 
     @torch.no_grad()
-    def initialize(self, *, generator: torch.Generator, final_norm_D: Tensor) -> None:
-        """Random weights of standard deviation 0.02 in matrices (GPT-2's), ones in norms, the target's own weight in the final norm.
+    def initialize(self, *, generator: torch.Generator, final_norm_D: Tensor, mask_row_D: Tensor | None = None) -> None:
+        """Random weights of standard deviation 0.02 in matrices (GPT-2's), ones in norms, zeros in sinks, the target's own weight in the final norm.
 
-        The target's head was trained behind that norm; behind ones its logits can be far too large (tied embeddings).
+        The target's head was trained behind that norm; behind ones its logits can be far too large (tied embeddings). A trained mask
+        embedding starts from the row of the target's embedding that it replaces.
         """
-        for parameter in self.parameters():
+        for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02, generator=generator)
+            elif name.endswith("attention_sink_bias"):
+                nn.init.zeros_(parameter)
             else:
                 nn.init.ones_(parameter)
         self.norm.weight.copy_(final_norm_D)
+        if self.mask_embedding is not None:
+            if mask_row_D is None:
+                raise ValueError("initialize: a trained mask embedding starts from the embedding's row of the mask token; got none.")
+            self.mask_embedding.copy_(mask_row_D)
 
     def context(self, features_BSF: Tensor, *, positions_BS: Tensor) -> list[Context]:
         """Keys and values of context tokens for every layer, from the target's tapped features.
@@ -166,55 +205,85 @@ class DraftModel(nn.Module):
         Shapes: features_BSF [B, S, F]; positions_BS int64, inside the document. Returns one Context a layer.
         """
         ctx_BSD = self.hidden_norm(self.fc(features_BSF))
-        at = self._rotation(positions_BS, dtype=ctx_BSD.dtype)
-        contexts = []
-        for layer in self.layers:
-            keys, values = layer.self_attn.keys_values(ctx_BSD, at=at)  # type: ignore[operator, union-attr]
-            contexts.append(Context(keys.transpose(1, 2), values.transpose(1, 2)))
-        return contexts
+        at = self.rotation(positions_BS, dtype=ctx_BSD.dtype)
+        return [layer.context(ctx_BSD, at=at) for layer in self.layers]  # type: ignore[operator, misc]
 
-    def forward(self, block_BAND: Tensor, *, contexts: list[Context], visible_BANS: Tensor, anchors_BA: Tensor) -> Tensor:
-        """Hidden states of all slots, ready for the target's head.
+    def block(self, block_BAND: Tensor, *, contexts: list[Context], plans: list[BlockPlan], positions_BA: Tensor) -> Tensor:
+        """Hidden states of all slots, ready for the target's head, from the context's keys and values: the form that drafting uses.
 
-        Shapes: block_BAND, embeddings of [anchor, MASK, ...]; visible_BANS bool; anchors_BA int64 positions inside the
-            document. Returns [B, A, N, D]; slot n predicts the token at anchor + n, slot 0 means nothing.
+        Shapes: block_BAND, embeddings of [anchor, MASK, ...]; positions_BA int64 of the anchors, inside the document; a plan a layer.
+            Returns [B, A, N, D]; slot n predicts the token at anchor + n, slot 0 means nothing.
         """
-        positions_BAN = anchors_BA.unsqueeze(-1) + torch.arange(block_BAND.shape[2], device=block_BAND.device)
-        at = self._rotation(positions_BAN, dtype=block_BAND.dtype)
+        at = self.rotation(self._slot_positions(positions_BA), dtype=block_BAND.dtype)
         x = block_BAND
-        for layer, context in zip(self.layers, contexts, strict=True):
-            x = x + layer.self_attn(layer.input_layernorm(x), context=context, visible_BANS=visible_BANS, at=at)  # type: ignore[operator]
-            x = x + layer.mlp(layer.post_attention_layernorm(x))  # type: ignore[operator]
+        with torch.compiler.set_stance("force_eager"):   # compiled layers are for training's fixed shapes
+            for layer, context, plan in zip(self.layers, contexts, plans, strict=True):
+                x = layer(x, context=context, context_at=None, plan=plan, at=at)
         hidden: Tensor = self.norm(x)
         return hidden
 
-    def _rotation(self, positions: Tensor, *, dtype: torch.dtype) -> Rotation:
-        return rotation(positions, head_dim=self.config.head_dim, theta=self.config.rope_theta, dtype=dtype)
+    def forward(self, features_BSF: Tensor, *, blocks: Blocks, embedding_VD: Tensor, flex: bool = False) -> Tensor:
+        """The training form: many blocks of each (packed) row in one pass. `block` at work computes the same.
 
-
-def draft_blocks(
-    model: DraftModel, *, features_BSF: Tensor, positions_BS: Tensor, documents_BS: Tensor, anchor_index_BA: Tensor, anchor_ids_BA: Tensor,
-    embedding_VD: Tensor,
-) -> Tensor:
-    """The training form: many blocks of each (packed) row in one pass.
-
-    Shapes: features_BSF, target features of the row; positions_BS, documents_BS int64 (padding: a document of its own);
-        anchor_index_BA, where in the row each anchor sits; anchor_ids_BA, its token; embedding_VD, the target's.
+        Shapes: features_BSF, target features of the row; embedding_VD, the target's. flex: attention by block mask on a GPU, which takes rows
+            and slots in multiples of 128; else dense.
         Returns hidden states [B, A, N, D].
-    """
-    c = model.config
-    anchors_BA = positions_BS.gather(1, anchor_index_BA)
-    same_document_BAS = documents_BS.gather(1, anchor_index_BA).unsqueeze(-1) == documents_BS.unsqueeze(1)
-    visible = context_visible(anchors_BA, block_size=c.block_size, context_positions_S=positions_BS, window=c.sliding_window)
-    visible = visible & same_document_BAS.unsqueeze(2)
-    contexts = model.context(features_BSF, positions_BS=positions_BS)
-    block = block_embeddings(c, anchor_ids_BA, embedding_VD=embedding_VD)
-    hidden: Tensor = model(block, contexts=contexts, visible_BANS=visible, anchors_BA=anchors_BA)
-    return hidden
+        """
+        c = self.config
+        plans = self.plans(blocks, flex=flex)
+        ctx_BSD = self.hidden_norm(self.fc(features_BSF))
+        x = self.embed(blocks.ids_BA, embedding_VD=embedding_VD).to(ctx_BSD.dtype)
+        positions_BA = blocks.positions_BS.gather(1, blocks.anchors_BA)
+        at, context_at = self.rotation(self._slot_positions(positions_BA), dtype=x.dtype), self.rotation(blocks.positions_BS, dtype=x.dtype)
+        with contextlib.nullcontext() if flex else torch.compiler.set_stance("force_eager"):
+            for i, layer in enumerate(self.layers):
+                x = layer(x, context=ctx_BSD, context_at=context_at, plan=plans[c.window_of(i), c.is_causal(i)], at=at)
+        hidden: Tensor = self.norm(x)
+        return hidden
 
+    def compile_layers(self) -> None:
+        """Compile the layers for `forward` with a block mask: norms, rotations and activations become few kernels. All layers of a kind share the code."""
+        for layer in self.layers:
+            layer.compile(dynamic=False)
 
-def block_embeddings(config: DraftConfig, anchor_ids_BA: Tensor, *, embedding_VD: Tensor) -> Tensor:
-    """Embeddings of [anchor, MASK, ..., MASK], [B, A, N, D]: slot 0 holds the anchor's own token."""
-    ids = anchor_ids_BA.unsqueeze(-1).repeat(1, 1, config.block_size)
-    ids[..., 1:] = config.mask_token_id
-    return F.embedding(ids, embedding_VD)
+    def plans(self, blocks: Blocks, *, flex: bool) -> dict[tuple[int | None, bool], BlockPlan]:
+        """The attention plan of every kind of layer, by (window, causal)."""
+        c = self.config
+        anchors, length = blocks.anchors_BA, blocks.positions_BS.shape[1]
+        firsts = anchors - blocks.positions_BS.gather(1, anchors)
+        kinds = {(c.window_of(i), c.is_causal(i)) for i in range(c.num_hidden_layers)}
+        return {(window, causal): block_plan(anchors, firsts_BA=firsts, block_size=c.block_size, length=length, window=window, causal=causal, flex=flex)
+                for window, causal in kinds}
+
+    def embed(self, anchor_ids_BA: Tensor, *, embedding_VD: Tensor) -> Tensor:
+        """Embeddings of [anchor, MASK, ..., MASK], [B, A, N, D]: slot 0 holds the anchor's own token."""
+        c = self.config
+        embedding_VD = embedding_VD if self.own_embedding is None else self.own_embedding
+        anchor = F.embedding(anchor_ids_BA, embedding_VD).unsqueeze(2)
+        mask = embedding_VD[c.mask_token_id] if self.mask_embedding is None else self.mask_embedding.to(embedding_VD.dtype)
+        block = torch.cat((anchor, mask.expand(*anchor_ids_BA.shape, c.num_drafts, -1)), dim=2)
+        return block if c.input_embedding_scale == 1 else block * c.input_embedding_scale
+
+    def head_rows(self, head_VD: Tensor) -> Tensor:
+        """The rows of the target's head that give its logits, or its own, [U, D]."""
+        if self.own_head is not None:
+            own: Tensor = self.own_head
+            return own
+        return head_VD if self.draft_ids is None else head_VD[self.draft_ids]
+
+    def logits(self, hidden: Tensor, *, head_UD: Tensor) -> Tensor:
+        """Logits [..., U] of hidden states [..., D], scaled and capped as configured."""
+        c = self.config
+        logits = F.linear(hidden.to(head_UD.dtype), head_UD)
+        if c.output_multiplier != 1:
+            logits = logits * c.output_multiplier
+        return logits if c.logit_softcap is None else c.logit_softcap * torch.tanh(logits / c.logit_softcap)
+
+    def rotation(self, positions: Tensor, *, dtype: torch.dtype) -> Rotation:
+        """Angles in fp64, so that position 100,000 is as exact as position 1; then rounded to `dtype`."""
+        self._frequencies = self._frequencies.to(positions.device)
+        angles = (positions.double().unsqueeze(-1) * self._frequencies).unsqueeze(-2)
+        return Rotation((angles.cos() * self._rotary_factor).to(dtype), (angles.sin() * self._rotary_factor).to(dtype))
+
+    def _slot_positions(self, positions_BA: Tensor) -> Tensor:
+        return positions_BA.unsqueeze(-1) + torch.arange(self.config.block_size, device=positions_BA.device)

@@ -2,7 +2,9 @@
 
 import importlib.resources
 from dataclasses import dataclass, field
+from typing import Any
 
+from ..dflash.config import Causality
 from ..dflash.loss import LossKind
 from .config import Source, TrainerConfig, at_least, positive
 from .shares import Share
@@ -22,7 +24,17 @@ class DraftShape:
     mask_token_id: int | None = None               # row of the target's embedding that marks a slot; null: the tokenizer's mask token
     block_size: int = 8                            # the anchor and the masked slots
     sliding_window: int | None = 1024              # context a slot sees; null: all of it
+    full_attention_layers: list[int] = field(default_factory=list)   # layers without that window
+    causal: Causality = "no"                       # slots see only the slots before them: no, yes, or in sliding layers only
     rope_theta: float = 10000.0
+    partial_rotary_factor: float = 1.0             # share of a head's dimensions that turn with the position
+    rope_scaling: dict[str, Any] | None = None     # rope_type (yarn, linear, llama3) and its numbers, as transformers names them
+    attention_sinks: bool = False                  # a trained logit a query head that takes part in the softmax
+    attention_value_scale: float = 1.0
+    mask_embedding: bool = False                   # train the vector of the masked slots instead of taking the embedding's row
+    draft_vocab_size: int | None = None            # only the so many tokens that the responses use most; null: all
+    output_multiplier: float = 1.0                 # logits times this
+    logit_softcap: float | None = None             # then capped by tanh; null takes the target's final_logit_softcapping, 0 is none
 
 
 @dataclass(frozen=True, kw_only=True)

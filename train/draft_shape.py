@@ -1,12 +1,17 @@
 """From a recipe's draft section and a target to the draft's configuration."""
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..dflash.checkpoint import read_config, read_metadata
+import torch
+from torch import Tensor
+
+from ..dflash.checkpoint import misfit, read_config, read_metadata
 from ..dflash.config import DraftConfig, default_target_layer_ids
 from ..dflash.model import DraftModel
 from .distill_config import DraftShape
+from .distill_data import IDS, SUPERVISED
 from .recipe import RecipeError
 
 
@@ -28,17 +33,24 @@ def resolve_shape(shape: DraftShape, *, config: Any, tokenizer: Any) -> tuple[Dr
         num_attention_heads=heads, num_key_value_heads=shape.num_key_value_heads or config.num_key_value_heads,
         head_dim=shape.head_dim or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads, vocab_size=config.vocab_size,
         target_layer_ids=taps, num_target_layers=config.num_hidden_layers, mask_token_id=mask, block_size=shape.block_size,
-        sliding_window=shape.sliding_window, rope_theta=shape.rope_theta, rms_norm_eps=config.rms_norm_eps,
-        max_position_embeddings=config.max_position_embeddings), "random weights"
+        sliding_window=shape.sliding_window, full_attention_layers=tuple(shape.full_attention_layers), causal=shape.causal, rope_theta=shape.rope_theta,
+        partial_rotary_factor=shape.partial_rotary_factor, rope_scaling=shape.rope_scaling, rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings, attention_sinks=shape.attention_sinks, attention_value_scale=shape.attention_value_scale,
+        output_multiplier=shape.output_multiplier, logit_softcap=_softcap(shape, config=config), mask_embedding=shape.mask_embedding,
+        draft_vocab_size=shape.draft_vocab_size), "random weights"
+
+
+def _softcap(shape: DraftShape, *, config: Any) -> float | None:
+    cap = getattr(config, "final_logit_softcapping", None) if shape.logit_softcap is None else shape.logit_softcap
+    return cap if cap else None   # 0 is none
 
 
 def _shape_of_existing(directory: Path, *, config: Any) -> tuple[DraftConfig, str]:
     c = read_config(directory)
-    for name, mine, theirs in (("hidden_size", c.hidden_size, config.hidden_size), ("vocab_size", c.vocab_size, config.vocab_size),
-                               ("num_target_layers", c.num_target_layers, config.num_hidden_layers)):
-        if mine != theirs:
-            raise ValueError(f"draft.init_from: {directory} is for a target with {name} {mine}; this target has {theirs}. Start from random weights "
-                             "(init_from: null) or from a draft of this model.")
+    if (difference := misfit(c, config.to_dict())) is not None:
+        name, mine, theirs = difference
+        raise ValueError(f"draft.init_from: {directory} is for a target with {name} {mine}; this target has {theirs}. Start from random weights "
+                         "(init_from: null) or from a draft of this model.")
     metadata = read_metadata(directory)
     target = (metadata or {}).get("target")
     made_for = f"distilled from weights {target['sha256'][:12]}" if target else "of unknown origin"
@@ -55,10 +67,32 @@ def _default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, .
     raise RecipeError(f"draft.target_layer_ids: the published rule gives no layer for a target of {num_target_layers}. Name them in the recipe.")
 
 
+def choose_draft_ids(rows: Sequence[Sequence[Tensor]], *, size: int, vocab_size: int, always: Collection[int]) -> Tensor:
+    """int64 [size], ascending: `always`, then the tokens that the responses use most, ties to the lowest id.
+
+    rows: packed rows [4, S] of every source.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for row in (r for source in rows for r in source):
+        counts += row[IDS][row[SUPERVISED].bool()].bincount(minlength=vocab_size)
+    counts[sorted(always)] = int(counts.sum()) + 1
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
 def draft_plan(draft: DraftModel, *, origin: str) -> str:
     """What will be trained, printed before anything runs."""
     c = draft.config
     window = f"window {c.sliding_window}" if c.sliding_window is not None else "full attention"
+    if c.full_attention_layers:
+        window += f" (layers {list(c.full_attention_layers)}: full attention)"
+    causal = {"no": "non-causal", "yes": "causal in the block", "sliding": "causal in the block in sliding layers"}[c.causal]
+    options = [f"{name} {value}" for name, value, neutral in (
+        ("partial rotary", c.partial_rotary_factor, 1.0), ("rope scaling", c.rope_scaling, None), ("value scale", c.attention_value_scale, 1.0),
+        ("output multiplier", c.output_multiplier, 1.0), ("logit softcap", c.logit_softcap, None), ("vocabulary", c.draft_vocab_size, None))
+        if value != neutral]
+    options += [name for name, on in (("attention sinks", c.attention_sinks), ("trained mask embedding", c.mask_embedding)) if on]
+    if c.backbone_rotary_base is not None:
+        options.append(f"backbone_rotary_base {c.backbone_rotary_base:g} not used, as in vLLM and SGLang")
     return (f"draft head: {c.num_hidden_layers} layers, {sum(p.numel() for p in draft.parameters()):,} weights, block {c.block_size} (the anchor and "
-            f"{c.num_drafts} masked slots), {window}, non-causal, taps the outputs of layers {list(c.target_layer_ids)} of {c.num_target_layers}, "
-            f"mask token {c.mask_token_id}\ndraft head: starts from {origin}")
+            f"{c.num_drafts} masked slots), {window}, {causal}, taps the outputs of layers {list(c.target_layer_ids)} of {c.num_target_layers}, "
+            f"mask token {c.mask_token_id}{''.join(f', {o}' for o in options)}\ndraft head: starts from {origin}")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..dflash.anchors import draw_anchors, valid_anchors
 from ..dflash.context import Taps
 from ..dflash.loss import SlotSums, slot_sums, slot_targets
-from ..dflash.model import DraftModel, draft_blocks
+from ..dflash.model import Blocks, DraftModel
 from ..quant.quality import head_weight
 from .distill_config import SlotLossConfig
 from .distill_data import DOCUMENTS, IDS, POSITIONS, SUPERVISED
@@ -25,8 +25,7 @@ def slot_pass(draft: DraftModel, target: nn.Module, batch: Tensor | Sequence[Ten
     valid = valid_anchors(documents, supervised_BS=supervised, positions_BS=positions)
     index, is_valid = draw_anchors(valid, num_anchors=loss.anchors, generator=generator)
     embedding: Tensor = target.get_input_embeddings().weight  # type: ignore[operator]
-    slots = draft_blocks(draft, features_BSF=features, positions_BS=positions, documents_BS=documents, anchor_index_BA=index,
-                         anchor_ids_BA=ids.gather(1, index), embedding_VD=embedding)
+    slots = draft(features, blocks=Blocks(anchors_BA=index, ids_BA=ids.gather(1, index), positions_BS=positions), embedding_VD=embedding)
     targets = slot_targets(ids, documents_BS=documents, supervised_BS=supervised, anchor_index_BA=index, anchor_valid_BA=is_valid,
                            block_size=draft.config.block_size)
     return slot_sums(slots, targets=targets, head_VD=head_weight(target), target_hidden_BSD=hidden, kind=loss.kind, gamma=loss.decay_gamma,
