@@ -5,6 +5,7 @@ draft fills blocks at random anchors of the answers and is trained on what the t
 Only the draft is trained: embedding and head are the target's.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from ..quant.checkpoint.disk import refuse_existing
 from ..quant.checkpoint.run import RUN_METADATA, read_meta, step_of
 from .acceptance import acceptance_figures, acceptance_table, measure_acceptance
 from .callbacks import HeldoutFigures, MetricsCSV
-from .data import describe_source
 from .distill_config import DistillRecipe
-from .distill_data import SUPERVISED, PromptData, RowData, packed_rows
+from .distill_data import PromptData, RowData
+from .distill_rows import Answers, answer_share, make_rows, start_ranks, store_features
 from .draft_shape import draft_plan, resolve_shape
 from .fit import fit, make_trainer, require_accelerator, with_warmup_cosine
 from .loggers import quiet_lightning
@@ -32,7 +33,6 @@ from .optim import MuonAdamW, parameter_groups
 from .precision import AUTOCAST
 from .prompts import to_jsonl
 from .recipe import RecipeError
-from .responses import Answering, check_stored, generate_responses
 from .run_dir import completed, open_run, rank_zero_print, require_finite, resume_point, write_meta
 from .slot_pass import slot_pass
 
@@ -55,12 +55,12 @@ class DistillModule(L.LightningModule):
     def on_fit_start(self) -> None:
         self.target.to(self.device)
 
-    def training_step(self, batch_B4S: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Tensor | Sequence[Tensor], batch_idx: int) -> Tensor:
         t = self.recipe.trainer
         # the micro-batch's index in the run, so that a resumed run draws what the uninterrupted one would have
         index = self.global_step * t.accumulate_grad_batches + batch_idx % t.accumulate_grad_batches
         generator = anchor_generator(seed=t.seed, rank=self.global_rank, index=index, device=self.device)
-        sums = slot_pass(self.draft, self.target, batch_B4S, loss=self.recipe.loss, generator=generator)
+        sums = slot_pass(self.draft, self.target, batch, loss=self.recipe.loss, generator=generator)
         weight = sums.weight
         if self.trainer.world_size > 1:   # one denominator for all ranks; gradients are averaged over them
             weight = torch.as_tensor(self.all_gather(weight)).mean()
@@ -86,11 +86,13 @@ class DistillModule(L.LightningModule):
 
 
 def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
-    """Answer, train, measure, write the draft into the target's directory; returns RUN/meta.json as a dict.
+    """Answer, train, measure, write the draft into the target's directory; returns RUN/meta.json as a dict. With data.shard only answers.
 
     Errors: all of the input is checked before RUN is created. RecipeError for a run or a draft that exists already; ValueError and
         FileNotFoundError for a target, a draft to start from or data that cannot be used.
     """
+    if recipe.data.shard is not None:
+        return {"answered_batches": answer_share(recipe)}
     run_dir, target_dir = Path(recipe.run), Path(recipe.target)
     out = Path(recipe.out) if recipe.out is not None else target_dir / DRAFT_DIRECTORY
     t = recipe.trainer
@@ -122,9 +124,8 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     L.seed_everything(t.seed, verbose=False)
     module = DistillModule(recipe, draft=draft, target=target)
     record, eos_ids = target_record(target_dir), end_token_ids(target_dir)
-    answering = _answering(recipe, run_dir=run_dir, target_sha256=record["sha256"], target=target, eos_ids=eos_ids, tokenizer=tokenizer)
-    for number, prompts in enumerate(data.train):
-        check_stored(prompts, how=answering[number])
+    answers = Answers(recipe, data, run_dir=run_dir, target=target, dtype=autocast or torch.float32, target_sha256=record["sha256"], eos_ids=eos_ids,
+                      tokenizer=tokenizer, config=config)
     meta = _open_run(run_dir, recipe=recipe, data=data, target=record, draft_config=shape.to_json())
     columns = tuple(f"heldout_{d}" for d in (*data.heldout, "all"))
     metrics = MetricsCSV(run_dir / "metrics.csv", logged=LOGGED, extra=columns, resumed_step=step_of(checkpoint) if checkpoint else 0,
@@ -142,7 +143,11 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     trainer = make_trainer(t, run_dir=run_dir, max_grad_norm=recipe.optim.max_grad_norm, callbacks=callbacks)
     device = trainer.strategy.root_device
     target.to(device)
-    rows = _make_rows(target, data, recipe=recipe, run_dir=run_dir, answering=answering, meta=meta)
+    rank = start_ranks(trainer)
+    rows: list[Any] = make_rows(answers, run_dir=run_dir, meta=meta, rank=rank)
+    if recipe.data.features is not None:
+        rows = store_features(rows, directory=Path(recipe.data.features), target=target, target_sha256=record["sha256"], layer_ids=shape.target_layer_ids,
+                              recipe=recipe, trainer=trainer, rank=rank)
     if "before" not in meta:
         rank_zero_print(f"measuring the draft before training ({origin})")
         module.to(device)
@@ -185,14 +190,6 @@ def _killed_at_the_end(run_dir: Path, *, out: Path) -> dict[str, Any] | None:
     return meta
 
 
-def _pad_id(tokenizer: Any, eos_ids: frozenset[int]) -> int:
-    if tokenizer.pad_token_id is not None:
-        return int(tokenizer.pad_token_id)
-    if not eos_ids:
-        raise ValueError("tokenizer: needs a pad or an eos token to pad batches with; it has neither. Set one in tokenizer_config.json.")
-    return min(eos_ids)
-
-
 def _check_target(config: Any, *, target_dir: Path, recipe: DistillRecipe) -> None:
     if getattr(config, "quantization_config", None) is None:
         raise ValueError(f"target: {target_dir} is not quantized. A draft is distilled from the model that is served: give a directory of `kilotok export`.")
@@ -200,40 +197,6 @@ def _check_target(config: Any, *, target_dir: Path, recipe: DistillRecipe) -> No
     d = recipe.data
     if d.sequence_length > longest:
         raise RecipeError(f"data.sequence_length: {d.sequence_length} is beyond the target's max_position_embeddings, {longest}. Lower it.")
-
-
-def _answering(
-    recipe: DistillRecipe, *, run_dir: Path, target_sha256: str, target: nn.Module, eos_ids: frozenset[int], tokenizer: Any,
-) -> list[Answering]:
-    """How the prompts of each source are answered, and where the answers are kept."""
-    d = recipe.data
-    root = Path(d.responses) if d.responses is not None else run_dir / "responses"
-    dtype = str(next(target.parameters()).dtype)
-    return [Answering(directory=root / f"{number:02d}-{source.domain}", target_sha256=target_sha256, dtype=dtype, temperatures=tuple(d.temperatures),
-                      max_new_tokens=d.max_new_tokens, batch_size=d.generation_batch, eos_ids=eos_ids, pad_id=_pad_id(tokenizer, eos_ids),
-                      seed=recipe.trainer.seed) for number, source in enumerate(d.train)]
-
-
-def _make_rows(
-    target: nn.Module, data: PromptData, *, recipe: DistillRecipe, run_dir: Path, answering: list[Answering], meta: dict[str, Any],
-) -> list[list[Tensor]]:
-    """Packed rows of every source; the first time, the target answers the prompts."""
-    d, rows, counts = recipe.data, [], []
-    for how, source, prompts in zip(answering, d.train, data.train, strict=True):
-        responses = generate_responses(target, prompts, how=how, say=rank_zero_print)
-        packed, left_out = packed_rows(responses, length=d.sequence_length, pad_id=how.pad_id)
-        if not packed:
-            raise ValueError(f"data source {source.domain!r}: no response fits data.sequence_length ({d.sequence_length}) or has two tokens. "
-                             "Raise it, or add prompts.")
-        tokens = sum(int(row[SUPERVISED].sum()) for row in packed)
-        counts.append({"domain": source.domain, "source": describe_source(source), "prompts": len(prompts), "responses": len(responses), "left_out": left_out,
-                       "rows": len(packed), "response_tokens": tokens})
-        rank_zero_print(f"{source.domain}: {len(prompts)} prompts, {len(responses)} responses ({left_out} left out: longer than a row or under two tokens), "
-                        f"{len(packed)} rows, {tokens:,} response tokens")
-        rows.append(packed)
-    meta["responses"] = counts
-    write_meta(run_dir, meta)
-    return rows
 
 
 def _open_run(run_dir: Path, *, recipe: DistillRecipe, data: PromptData, target: dict[str, Any], draft_config: dict[str, Any]) -> dict[str, Any]:

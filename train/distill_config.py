@@ -59,8 +59,8 @@ class PromptConfig:
     heldout_new_tokens: int = 64                   # decoded for each to measure the acceptance length
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "prompt_tokens", "prompts_per_document", "max_new_tokens", "generation_batch", "endpoint_concurrency", "heldout_prompts",
-                     "heldout_new_tokens"):
+        for name in ("sequence_length", "prompt_tokens", "prompts_per_document", "max_new_tokens", "generation_batch", "endpoint_concurrency",
+                     "heldout_prompts", "heldout_new_tokens"):
             positive(f"data.{name}", getattr(self, name))
         if self.endpoint_model is not None and self.endpoint is None:
             raise ValueError(f"data.endpoint_model: is the name of a model at data.endpoint; got {self.endpoint_model!r} and no endpoint. Give its URL.")

@@ -106,7 +106,7 @@ class PromptData:
                     seen.add(p.ids)
             removed.append(len(self.train[number]) - len(fresh))
             if removed[-1]:
-                print(f"{source.domain}: {removed[-1]} of {len(self.train[number])} prompts left out: the same tokens come before, here or in an earlier source",
+                print(f"{source.domain}: {removed[-1]} of {len(self.train[number])} prompts left out: the same are before them, or in an earlier source",
                       flush=True)
             if not fresh:
                 raise ValueError(f"data source {source.domain!r}: every prompt is in an earlier source too. Leave the source out, or give other text.")

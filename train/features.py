@@ -48,7 +48,8 @@ class StoreRecord:
 
     @property
     def row_bytes(self) -> int:
-        return self.sequence_length * (len(self.layer_ids) + 1) * self.hidden_size * getattr(torch, self.dtype.removeprefix("torch.")).itemsize
+        dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        return self.sequence_length * (len(self.layer_ids) + 1) * self.hidden_size * dtype.itemsize
 
     @property
     def num_shards(self) -> int:

@@ -62,9 +62,10 @@ class Batch:
     key: str                # what the answers depend on
 
     def seed(self, index: int | None = None) -> int:
-        """A seed of the batch, or of one of its prompts."""
-        key = self.key if index is None else hashlib.sha256(f"{self.key} {index}".encode()).hexdigest()
-        return int(key[:8], 16)
+        """A seed of the batch, 32 bits, or of one of its prompts, 31 bits, which every server takes."""
+        if index is None:
+            return int(self.key[:8], 16)
+        return int(hashlib.sha256(f"{self.key} {index}".encode()).hexdigest()[:8], 16) >> 1
 
 
 Answerer = Callable[[Sequence[Batch]], Iterator[Answers]]   # the answers to each batch, in order
@@ -74,6 +75,11 @@ def check_stored(prompts: Sequence[Prompt], *, how: Answering) -> None:
     """ValueError for a stored batch that is damaged, answers other prompts, or was made by another target or with other settings."""
     for batch in _batches(prompts, how=how):
         _read(batch)
+
+
+def is_complete(prompts: Sequence[Prompt], *, how: Answering) -> bool:
+    """Whether no batch is missing."""
+    return all(batch.path.is_file() for batch in _batches(prompts, how=how))
 
 
 def generate_responses(
@@ -115,7 +121,8 @@ def make_responses(
 def _batches(prompts: Sequence[Prompt], *, how: Answering) -> list[Batch]:
     # prompts of like length share a batch, so that little is padding; the order of the answers stays the prompts'
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
-    settings: dict[str, object] = {"target": how.target_sha256, "dtype": how.dtype, "max_new_tokens": how.max_new_tokens, "seed": how.seed, "eos": sorted(how.eos_ids)}
+    settings: dict[str, object] = {"target": how.target_sha256, "dtype": how.dtype, "max_new_tokens": how.max_new_tokens, "seed": how.seed,
+                                   "eos": sorted(how.eos_ids)}
     if how.server is not None:
         settings["server"] = how.server
     batches: list[Batch] = []
