@@ -84,11 +84,12 @@ class Endpoint:
                              "Give the URL of an OpenAI-compatible server.") from error
 
     def _tokens(self, reply: dict[str, Any], *, prompt: Sequence[int]) -> list[int] | None:
-        (choice,), usage, eos_ids = reply["choices"], reply.get("usage") or {}, self.target.eos_ids
-        read = choice.get("prompt_token_ids")
+        choice, usage, eos_ids = reply["choices"][0], reply.get("usage") or {}, self.target.eos_ids
+        read = choice.get("prompt_token_ids")   # of vLLM and SGLang
         if usage.get("prompt_tokens", len(prompt)) != len(prompt) or (read is not None and read != list(prompt)):
-            raise ValueError(f"data.endpoint: {self.url} read {usage.get('prompt_tokens')} tokens where {len(prompt)} were sent: it adds some of its own, "
-                             "or takes ids as text. Prompts are templated already: use a server that reads token ids as they are.")
+            count = usage.get("prompt_tokens") if read is None else len(read)
+            raise ValueError(f"data.endpoint: {self.url} read other tokens than were sent ({count} for {len(prompt)}): it adds some of its own, or takes ids "
+                             "as text. Prompts are templated already: use a server that reads token ids as they are.")
         reason = choice["finish_reason"]
         if reason not in ("stop", "length"):
             raise ValueError(f"data.endpoint: {self.url} ended an answer with finish_reason {reason!r}; only stop and length are whole answers. "

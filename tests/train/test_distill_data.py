@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from kilotok.dflash.anchors import anchor_generator
 from kilotok.dflash.config import DraftConfig
+from kilotok.dflash.context import Taps
 from kilotok.dflash.generate import Round
 from kilotok.dflash.model import DraftModel
 from kilotok.quant.archs import load_model
@@ -29,7 +30,7 @@ from kilotok.train.packing import pick_row
 from kilotok.train.prompts import Prompt
 from kilotok.train.recipe import RecipeError, option_names, to_yaml
 from kilotok.train.responses import Response
-from kilotok.train.slot_pass import run_target, slot_pass
+from kilotok.train.slot_pass import _parts, run_target, slot_pass
 
 PAD = 1
 # A row of 96 adds in another order than a document of ten: attention, router and experts, two layers deep. The largest of 12 models
@@ -137,6 +138,34 @@ def test_each_document_of_a_packed_row_is_read_as_if_it_were_alone(tiny_model: n
         assert_within(tiny_model.model.norm(features[row, inside, :64]), states[2][0], bound=PACKED_FP32, what=f"{what}, output of layer 1")  # type: ignore[operator, union-attr]
 
 
+@pytest.mark.parametrize("limit", [1, 96, 10_000])
+def test_no_forward_has_more_tokens_than_the_rows_and_the_longest_come_first(limit: int) -> None:
+    lengths = [50, 40, 23, 23, 22, 9, 4, 4, 1]
+    parts = list(_parts(lengths, limit=limit))
+    assert [i for start, end, _ in parts for i in range(start, end)] == list(range(9))
+    assert all(longest == lengths[start] and ((end - start) * longest <= limit or end - start == 1) for start, end, longest in parts)
+    assert len(parts) == {1: 9, 96: 4, 10_000: 1}[limit]
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_documents_side_by_side_are_what_a_mask_over_the_row_gives(sliding: bool, tmp_path: Path) -> None:
+    """In float64 within 1e-10, against the row under a dense mask of its documents; the windows of a target's own are in both."""
+    window = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0} if sliding else {}
+    model = load_model(save_tiny_moe(tmp_path / "tiny", **window), dtype=torch.float64)
+    model.set_experts_implementation("eager")  # type: ignore[operator]  # grouped_mm has no float64
+    rows = torch.stack([pack_row(random_responses(sizes, seed=len(sizes)), length=96, pad_id=PAD) for sizes in (SIZES, ((30, 40), (1, 1)), ((2, 3),) * 9)])
+    features, hidden = run_target(model, rows[:, IDS], documents_BS=rows[:, DOCUMENTS], positions_BS=rows[:, POSITIONS], layer_ids=(0, 1))
+    distance = torch.arange(96)[:, None] - torch.arange(96)
+    mask = (distance >= 0) & (distance < (6 if sliding else 96)) & (rows[:, DOCUMENTS].unsqueeze(2) == rows[:, DOCUMENTS].unsqueeze(1))
+    additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min).unsqueeze(1)
+    with Taps(model, layer_ids=(0, 1)) as taps, torch.no_grad():
+        dense = model.model(input_ids=rows[:, IDS], attention_mask=additive, position_ids=rows[:, POSITIONS], use_cache=False).last_hidden_state  # type: ignore[operator, union-attr]
+        expected = taps.take()
+    real = rows[:, DOCUMENTS] >= 0
+    assert float((features - expected)[real].abs().max()) < 1e-10 and float((hidden - dense)[real].abs().max()) < 1e-10
+    assert not features[~real].any() and not hidden[~real].any()
+
+
 def test_what_is_beside_a_document_does_not_matter(tiny_model: nn.Module) -> None:
     """Other neighbours and other padding at the same places. The experts get other tokens beside mine, so a product may be tiled otherwise."""
     documents = random_responses(SIZES)
@@ -183,6 +212,31 @@ def test_a_packed_row_trains_like_its_documents_in_rows_of_their_own(tiny_model:
         assert_within(gradient, expected[name], bound=PACKED_GRADIENT, what=name)
 
 
+@pytest.mark.parametrize(("sizes", "slots"), [
+    (((3, 4),), [3, 2, 1, 0, 0, 0, 0]),                 # shorter than a block of eight
+    (((3, 1),), [0] * 7),                               # one token: an anchor and nothing to predict
+    (((3, 4), (1, 30)), [32, 30, 28, 26, 25, 24, 23]),  # blocks at the end of the first do not go on into the second
+], ids=["short", "one_token", "two_documents"])
+def test_labels_stop_at_the_end_of_their_document(tiny_model: nn.Module, sizes: Sequence[tuple[int, int]], slots: list[int]) -> None:
+    draft = DraftModel(draft_config())
+    draft.initialize(generator=torch.Generator().manual_seed(1), final_norm_D=torch.ones(64))
+    row = pack_row(random_responses(sizes), length=48, pad_id=PAD)
+    sums = slot_pass(draft, tiny_model, row[None], loss=SlotLossConfig(anchors=100), generator=anchor_generator(seed=0, rank=0, index=0,
+                                                                                                              device=torch.device("cpu")))
+    assert sums.count_N.tolist() == [0, *slots]
+    sums.loss.backward()   # also with nothing to learn
+    assert bool(torch.isfinite(sums.loss)) and all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in draft.parameters())
+
+
+def test_the_weights_are_the_sources_shares_of_the_rows() -> None:
+    """However many rows they have; a domain may have several sources. 4000 draws: six standard deviations are 0.05."""
+    sources = [[torch.full((4, 8), s)] * n for s, n in enumerate((1, 50, 7))]
+    data = RowData(sources, weights=[2.0, 1.0, 1.0], seed=0, batch_size=1, accumulate=1, max_steps=4000)
+    data.trainer = SimpleNamespace(global_step=0, world_size=1, global_rank=0)  # type: ignore[assignment]
+    drawn = [int(batch[0, 0, 0]) for batch in data.train_dataloader()]
+    assert [drawn.count(s) / 4000 for s in range(3)] == pytest.approx([0.5, 0.25, 0.25], abs=0.05)
+
+
 def test_figures_are_pooled_over_rounds_and_loops_are_cut_text_by_text(tiny_model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three times one text is no loop; a text of one token over and over keeps two tokens."""
     def rounds(tokens: Sequence[int], size: int) -> list[Round]:
@@ -226,6 +280,29 @@ def test_prompts_by_source_and_held_out_by_domain(tmp_path: Path) -> None:
                       tokenizer=AutoTokenizer.from_pretrained(POCKET), vocab_size=4096, max_length=2048)
     assert {d: [p.row["id"] for p in some] for d, some in data.heldout.items()} == {"b": ["three", "five"], "c": ["four", "five"]}
     assert {d: [p.row["id"] for p in some] for d, some in data.heldout_file.items()} == {"b": ["three", "four", "five", "six"], "c": ["four", "five", "six"]}
+
+
+def test_a_prompt_is_answered_once_by_the_first_source_that_has_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = write_prompts(tmp_path / "a.jsonl", ["one", "two", "one"]), write_prompts(tmp_path / "c.jsonl", ["two", "four", "two", "five"])
+    again = Source(domain="a", path=str(tmp_path / "c.jsonl"), prompt="prompt")
+    config = {"heldout": [write_prompts(tmp_path / "b.jsonl", ["three"])], "sequence_length": 32}
+    how: dict[str, Any] = {"tokenizer": AutoTokenizer.from_pretrained(POCKET), "vocab_size": 4096, "max_length": 2048}
+    data = PromptData(PromptConfig(train=[first, second], **config), **how)
+    assert [[p.row["id"] for p in some] for some in data.train] == [["one", "two"], ["four", "five"]] and data.duplicates == [1, 2]
+    said = capsys.readouterr().out
+    assert "a: 1 of 3 prompts left out: the same are before them" in said and "c: 2 of 4 prompts left out" in said
+    with pytest.raises(ValueError, match=r"^data source 'a': every prompt is in an earlier source too\. Leave the source out"):
+        PromptData(PromptConfig(train=[second, again], **config), **how)
+
+
+@pytest.mark.parametrize("rendered", ["whole", "other_system"])
+def test_a_prompt_that_was_rendered_before_is_refused(rendered: str, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(POCKET)
+    whole = tokenizer.apply_chat_template([{"role": "user", "content": "Add two numbers."}], tokenize=False, add_generation_prompt=True)
+    text = whole if rendered == "whole" else whole[:whole.index("Add")].strip() + "Something else"
+    with pytest.raises(ValueError, match=r"^data source 'a', prompt '.*': begins with '.*', as the chat template's own text does: it was rendered before\."):
+        prompt_data(tmp_path, train=["one", text], sequence_length=96)
+    prompt_data(tmp_path, train=["one", f"What does {whole} mean?"], sequence_length=96)   # a prompt about templates
 
 
 @pytest.mark.parametrize("changed", [{"train": ["one", "TWO"]}, {"train": ["two", "one"]}, {"heldout": ["THREE"]}, {"heldout": ["three", "four"]}], ids=str)

@@ -114,7 +114,8 @@ def test_it_is_refused_before_anything_is_written_when_it_does_not_fit(tmp_path:
 
 @pytest.mark.parametrize(("changed", "message"), [
     ({"target_sha256": "u"}, "target_sha256: it has t, this run u"), ({"layer_ids": (1, 0)}, r"layer_ids: it has \[0, 1\], this run \[1, 0\]"),
-    ({"dtype": torch.bfloat16}, "dtype: it has torch.float32, this run torch.bfloat16"), ({"precision": "bf16-mixed"}, "precision: it has 32-true, this run bf16"),
+    ({"dtype": torch.bfloat16}, "dtype: it has torch.float32, this run torch.bfloat16"),
+    ({"precision": "bf16-mixed"}, "precision: it has 32-true, this run bf16"),
     ({"rows": rows_of(6)}, "rows_sha256: it has "),
 ], ids=["target", "taps", "dtype", "precision", "rows"])
 def test_a_store_of_something_else_is_refused_and_untouched(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -167,12 +168,13 @@ def chat(path: Path, prompts: list[str]) -> dict[str, Any]:
 
 
 def test_training_from_a_store_is_bitwise_training_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Loss and draft, in fp32 on the CPU; also resumed, from a store whose last shard is missing, which is made again."""
+    """Loss and draft, in fp32 on the CPU, on answers made by shares; also from a store whose last shard is missing, which is made again."""
     target = export_experts(save_tiny_moe(tmp_path / "parent", initializer_range=0.05), tmp_path / "target")
     recipe = {
-        "target": str(target), "draft": {"num_hidden_layers": 1, "intermediate_size": 32, "target_layer_ids": [0, 1], "sliding_window": 16},
+        "target": str(target), "run": str(tmp_path / "dflash-run"),
+        "draft": {"num_hidden_layers": 1, "intermediate_size": 32, "target_layer_ids": [0, 1], "sliding_window": 16},
         "loss": {"anchors": 4, "kind": "kl"}, "optim": {"muon_lr": 1e-2, "adamw_lr": 1e-2},
-        "data": {"sequence_length": 48, "max_new_tokens": 6, "heldout_prompts": 1, "heldout_new_tokens": 2, "responses": str(tmp_path / "responses"),
+        "data": {"sequence_length": 48, "max_new_tokens": 6, "generation_batch": 1, "heldout_prompts": 1, "heldout_new_tokens": 2, "responses": str(tmp_path / "responses"),
                  "train": [chat(tmp_path / "chat.jsonl", [f"Add {i}." for i in range(4)]), chat(tmp_path / "math.jsonl", ["2 + 2?"])],
                  "heldout": [chat(tmp_path / "held.jsonl", ["Explain."])]},
         "trainer": {"max_steps": 4, "batch_size": 1, "accumulate_grad_batches": 2, "accelerator": "cpu", "checkpoint_every_steps": 2, "log_every_steps": 1}}
@@ -183,9 +185,13 @@ def test_training_from_a_store_is_bitwise_training_without(tmp_path: Path, capsy
         assert train(["dflash-distill", str(path), "--run", str(tmp_path / name), "--out", str(tmp_path / f"{name}-draft"), *more]) == 0
         return load_file(tmp_path / f"{name}-draft" / "model.safetensors"), (tmp_path / name / "metrics.csv").read_text()
 
-    assert train(["dflash-distill", str(path), "--data.shard", "2/2"]) == 0
-    assert "share 2/2 is answered, 1 batches" not in capsys.readouterr().out   # one batch a source: all of them are of the first share
+    for shard, made in (("2/2", 2), ("1/2", 3), ("1/2", 0)):   # five prompts, one a batch, in sources of four and one
+        assert train(["dflash-distill", str(path), "--data.shard", shard]) == 0
+        assert f"share {shard} is answered, {made} batches of it now." in capsys.readouterr().out
+    assert not (tmp_path / "dflash-run").exists() and not (target / "dflash").exists()
+    answers = {p: (p.read_text(), p.stat().st_mtime_ns) for p in (tmp_path / "responses").rglob("*.json")}
     online = run("online")
+    assert {p: (p.read_text(), p.stat().st_mtime_ns) for p in (tmp_path / "responses").rglob("*.json")} == answers and len(answers) == 5
     offline = run("offline", "--data.features", str(tmp_path / "store"))
     assert offline[1] == online[1]
     for name, weight in online[0].items():
