@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 from kilotok.dflash.anchors import anchor_generator
 from kilotok.dflash.config import DraftConfig
-from kilotok.dflash.context import Taps
 from kilotok.dflash.generate import Round
 from kilotok.dflash.model import DraftModel
 from kilotok.quant.archs import load_model
@@ -30,7 +29,7 @@ from kilotok.train.packing import pick_row
 from kilotok.train.prompts import Prompt
 from kilotok.train.recipe import RecipeError, option_names, to_yaml
 from kilotok.train.responses import Response
-from kilotok.train.slot_pass import _parts, run_target, slot_pass
+from kilotok.train.slot_pass import run_target, slot_pass
 
 PAD = 1
 # A row of 96 adds in another order than a document of ten: attention, router and experts, two layers deep. The largest of 12 models
@@ -136,34 +135,6 @@ def test_each_document_of_a_packed_row_is_read_as_if_it_were_alone(tiny_model: n
         assert_within(hidden[row, inside], alone.last_hidden_state[0], bound=PACKED_FP32, what=f"{what}, final states")
         assert_within(features[row, inside, 64:], states[1][0], bound=PACKED_FP32, what=f"{what}, output of layer 0")
         assert_within(tiny_model.model.norm(features[row, inside, :64]), states[2][0], bound=PACKED_FP32, what=f"{what}, output of layer 1")  # type: ignore[operator, union-attr]
-
-
-@pytest.mark.parametrize("limit", [1, 96, 10_000])
-def test_no_forward_has_more_tokens_than_the_rows_and_the_longest_come_first(limit: int) -> None:
-    lengths = [50, 40, 23, 23, 22, 9, 4, 4, 1]
-    parts = list(_parts(lengths, limit=limit))
-    assert [i for start, end, _ in parts for i in range(start, end)] == list(range(9))
-    assert all(longest == lengths[start] and ((end - start) * longest <= limit or end - start == 1) for start, end, longest in parts)
-    assert len(parts) == {1: 9, 96: 4, 10_000: 1}[limit]
-
-
-@pytest.mark.parametrize("sliding", [False, True])
-def test_documents_side_by_side_are_what_a_mask_over_the_row_gives(sliding: bool, tmp_path: Path) -> None:
-    """In float64 within 1e-10, against the row under a dense mask of its documents; the windows of a target's own are in both."""
-    window = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0} if sliding else {}
-    model = load_model(save_tiny_moe(tmp_path / "tiny", **window), dtype=torch.float64)
-    model.set_experts_implementation("eager")  # type: ignore[operator]  # grouped_mm has no float64
-    rows = torch.stack([pack_row(random_responses(sizes, seed=len(sizes)), length=96, pad_id=PAD) for sizes in (SIZES, ((30, 40), (1, 1)), ((2, 3),) * 9)])
-    features, hidden = run_target(model, rows[:, IDS], documents_BS=rows[:, DOCUMENTS], positions_BS=rows[:, POSITIONS], layer_ids=(0, 1))
-    distance = torch.arange(96)[:, None] - torch.arange(96)
-    mask = (distance >= 0) & (distance < (6 if sliding else 96)) & (rows[:, DOCUMENTS].unsqueeze(2) == rows[:, DOCUMENTS].unsqueeze(1))
-    additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min).unsqueeze(1)
-    with Taps(model, layer_ids=(0, 1)) as taps, torch.no_grad():
-        dense = model.model(input_ids=rows[:, IDS], attention_mask=additive, position_ids=rows[:, POSITIONS], use_cache=False).last_hidden_state  # type: ignore[operator, union-attr]
-        expected = taps.take()
-    real = rows[:, DOCUMENTS] >= 0
-    assert float((features - expected)[real].abs().max()) < 1e-10 and float((hidden - dense)[real].abs().max()) < 1e-10
-    assert not features[~real].any() and not hidden[~real].any()
 
 
 def test_what_is_beside_a_document_does_not_matter(tiny_model: nn.Module) -> None:

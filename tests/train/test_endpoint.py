@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from conftest import export_experts, save_tiny_moe
 from served_fake import EOS, MAX_LENGTH, TOKENIZER, VOCAB_SIZE, FakeExecutor, make_served, running
 
 from kilotok.dflash.generate import generate
 from kilotok.dflash.sampling import Sampling
 from kilotok.train import endpoint
+from kilotok.train.cli import main as train
 from kilotok.train.endpoint import Endpoint, EndpointTarget
 from kilotok.train.prompts import Prompt
 from kilotok.train.responses import Answering, Batch, Response, generate_responses
@@ -250,3 +253,38 @@ def test_each_prompt_of_a_batch_has_a_seed_of_its_own_that_every_server_takes() 
     batch = Batch(run=0, temperature=0.0, indices=(0, 1), texts=((5,), (6,)), path=Path("x"), key="a" * 64)
     seeds = [batch.seed(), *(batch.seed(i) for i in range(99))]
     assert len(set(seeds)) == 100 and all(0 <= s < 2**31 for s in seeds[1:])
+
+
+def test_a_run_trains_on_a_server_s_answers_when_the_server_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """First the answers alone, then, with the GPU free for it, the training; without the answers it asks for the server."""
+    target = export_experts(save_tiny_moe(tmp_path / "parent"), tmp_path / "target")
+    for name, prompts in (("chat", ["one", "two", "three"]), ("held", ["four"])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    source = {"domain": "chat", "path": str(tmp_path / "chat.jsonl"), "prompt": "prompt"}
+    recipe = {
+        "target": str(target), "run": str(tmp_path / "run"), "draft": {"num_hidden_layers": 1, "intermediate_size": 32, "target_layer_ids": [0, 1]},
+        "data": {"sequence_length": 64, "heldout_prompts": 1, "heldout_new_tokens": 2, "train": [source],
+                 "heldout": [{**source, "domain": "held", "path": str(tmp_path / "held.jsonl")}], "responses": str(tmp_path / "responses")},
+        "trainer": {"max_steps": 1, "batch_size": 1, "accelerator": "cpu", "log_every_steps": 1}}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    with Scripted(lambda body: completion(body, [40, 41, 42, 2])) as server:
+        command = ["dflash-distill", str(path), "--data.endpoint", server.url]
+        assert train([*command, "--data.shard", "1/1"]) == 0
+    assert {"endpoint": f"{server.url}/v1", "model": "m"} == json.loads((tmp_path / "responses" / "endpoint.json").read_text())
+    assert train(command) == 0
+    printed = capsys.readouterr().out
+    assert "share 1/1 is answered, 1 batches of it now" in printed and "chat: 3 prompts, 3 responses" in printed
+    assert len(server.asked) == 3 and json.loads((tmp_path / "run" / "meta.json").read_text())["status"] == "complete"
+    other = [*command, "--run", str(tmp_path / "other"), "--out", str(tmp_path / "out"), "--data.responses", str(tmp_path / "elsewhere")]
+    assert train(other) == 2 and "failed 6 times in a row" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(("more", "message"), [
+    (["--data.shard", "3/2", "--data.responses", "x"], "data.shard: must be K/N with 1 <= K <= N, such as 2/8 for the second of eight shares; got '3/2'."),
+    (["--data.shard", "1/2"], "data.shard: a share (1/2) is written where the run that trains finds it. Give data.responses, a shared directory."),
+    (["--data.endpoint_model", "m"], "data.endpoint_model: is the name of a model at data.endpoint; got 'm' and no endpoint. Give its URL."),
+], ids=["share", "nowhere", "model"])
+def test_options_that_do_not_fit_together(more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["dflash-distill", *more, "--run", str(tmp_path / "run")]) == 2
+    assert message in capsys.readouterr().err and list(tmp_path.iterdir()) == []
