@@ -52,8 +52,9 @@ class Parity:
 
     def __str__(self) -> str:
         mask = "" if self.block_mask is None else f", block mask {self.block_mask:.1e} (bound {MASK_BOUND})"
-        return (f"training against serving: features {self.features:.1e} (bound {self.features_bound}), draft logits {self.logits:.1e} (bound {LOGITS_BOUND}){mask}, "
-                f"labels {100 * self.labels:.1f} % the target's own choice (a token early {100 * self.labels_before:.1f} %, late {100 * self.labels_after:.1f} %)")
+        return (f"training against serving: features {self.features:.1e} (bound {self.features_bound}), draft logits {self.logits:.1e} "
+                f"(bound {LOGITS_BOUND}){mask}, labels {100 * self.labels:.1f} % the target's own choice (a token early "
+                f"{100 * self.labels_before:.1f} %, late {100 * self.labels_after:.1f} %)")
 
     def require(self) -> None:
         """ValueError that names what differs."""
