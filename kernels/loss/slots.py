@@ -28,7 +28,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .slots_device import slot_rows_kernel
 
-BLOCK, NUM_WARPS = 4096, 8   # 16 logits a thread: 32 bytes of bf16 in flight, and three or four programs on an SM
+BLOCK, NUM_WARPS = 2048, 8   # 8 logits a thread: one load of bf16, and 45 to 80 registers, so three to five programs on an SM
 
 
 class SlotLosses(NamedTuple):

@@ -21,15 +21,23 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)   # finite, so that two lanes tha
 
 @triton.jit
 def _capped(raw, multiplier, softcap, HAS_SOFTCAP: tl.constexpr):
-    """(logit, its derivative by raw)."""
+    """The logit of a product."""
     z = raw * multiplier
-    slope = tl.full(z.shape, 1.0, tl.float32) * multiplier
     if HAS_SOFTCAP:
         e = tl.exp(-2.0 * tl.abs(z) / softcap)
         tanh = (1.0 - e) / (1.0 + e)
         z = tl.where(z < 0, -tanh, tanh) * softcap
-        slope = slope * 4.0 * e / ((1.0 + e) * (1.0 + e))
-    return z, slope
+    return z
+
+
+@triton.jit
+def _slope(raw, multiplier, softcap, HAS_SOFTCAP: tl.constexpr):
+    """The derivative of `_capped` by raw."""
+    slope = multiplier
+    if HAS_SOFTCAP:
+        e = tl.exp(-2.0 * tl.abs(raw * multiplier) / softcap)
+        slope = 4.0 * multiplier * e / ((1.0 + e) * (1.0 + e))
+    return slope
 
 
 @triton.jit
@@ -63,16 +71,16 @@ def slot_rows_kernel(logits_ptr, teacher_ptr, labels_ptr, lse_ptr, label_log_pro
         mask = column < vocab
         raw = tl.load(logits_ptr + column, mask=mask, other=float("-inf")).to(tl.float32)
         beaten |= mask & ((raw > label_raw) | ((raw == label_raw) & (column < label)))
-        z, _ = _capped(raw, multiplier, softcap, HAS_SOFTCAP)
+        z = _capped(raw, multiplier, softcap, HAS_SOFTCAP)
         largest, total = _add(largest, total, tl.where(mask, z, nothing))
         if HAS_TEACHER:
-            t, _ = _capped(tl.load(teacher_ptr + column, mask=mask, other=float("-inf")).to(tl.float32), teacher_multiplier, teacher_softcap,
-                           HAS_TEACHER_SOFTCAP)
+            t = _capped(tl.load(teacher_ptr + column, mask=mask, other=float("-inf")).to(tl.float32), teacher_multiplier, teacher_softcap,
+                        HAS_TEACHER_SOFTCAP)
             teacher_largest, teacher_total = _add(teacher_largest, teacher_total, tl.where(mask, t, nothing))
 
     top = tl.max(largest, axis=0)
     mass = tl.sum(total * tl.exp(largest - top), axis=0)
-    label_z, _ = _capped(label_raw, multiplier, softcap, HAS_SOFTCAP)
+    label_z = _capped(label_raw, multiplier, softcap, HAS_SOFTCAP)
     lse = top + tl.log(mass)
     tl.store(lse_ptr + row, lse)
     tl.store(label_log_prob_ptr + row, (label_z - top) - tl.log(mass))
@@ -90,15 +98,17 @@ def slot_rows_kernel(logits_ptr, teacher_ptr, labels_ptr, lse_ptr, label_log_pro
         for start in range(0, vocab, BLOCK):
             column = start + lane
             mask = column < vocab
-            z, slope = _capped(tl.load(logits_ptr + column, mask=mask, other=0.0).to(tl.float32), multiplier, softcap, HAS_SOFTCAP)
+            raw = tl.load(logits_ptr + column, mask=mask, other=0.0).to(tl.float32)
+            z = _capped(raw, multiplier, softcap, HAS_SOFTCAP)
             gradient = tl.exp(z - top) * share - tl.where(column == label, ce_weight, 0.0)
             if HAS_TEACHER:
-                t, _ = _capped(tl.load(teacher_ptr + column, mask=mask, other=0.0).to(tl.float32), teacher_multiplier, teacher_softcap,
-                               HAS_TEACHER_SOFTCAP)
+                t = _capped(tl.load(teacher_ptr + column, mask=mask, other=0.0).to(tl.float32), teacher_multiplier, teacher_softcap,
+                            HAS_TEACHER_SOFTCAP)
                 p = tl.exp(t - teacher_top)
                 kl += tl.where(mask, p * ((t - teacher_top) - (z - top)), 0.0)
                 gradient -= p * teacher_share
             if GRADIENT:
-                tl.store(logits_ptr + column, (gradient * slope).to(logits_ptr.dtype.element_ty), mask=mask)
+                gradient *= _slope(raw, multiplier, softcap, HAS_SOFTCAP)
+                tl.store(logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty), mask=mask)
         if HAS_TEACHER:
             tl.store(kl_ptr + row, tl.sum(kl, axis=0) / teacher_mass + tl.log(mass) - tl.log(teacher_mass))
