@@ -9,8 +9,8 @@ A row's logits are l = c * tanh(m * (h W^T) / c); without a softcap c they are m
 The head is frozen, so the gradient of a row depends on nothing that comes after it but one number, its weight in the total. It is
 therefore finished in the forward pass: for a chunk of rows one product gives the logits, one elementwise pass turns them into the
 gradient in place, a second product gives d/d h, kept as [T, D]; backward multiplies that by the weights. Nothing is computed twice
-(recomputing costs a third product) and no [T, V] tensor exists: chunk_rows * V logits, the same again with a teacher, and T * D, twice while backward runs.
-Since losses are per row, whatever weighs rows (a decay by slot, confidence) is plain torch behind this op.
+(recomputing costs a third product) and no [T, V] tensor exists: chunk_rows * V logits, the same again with a teacher, and T * D, twice
+while backward runs. Since losses are per row, whatever weighs rows (a decay by slot, confidence) is plain torch behind this op.
 
 Precision: products in the compute dtype: that of autocast where it is on, else that of hidden_TD; hidden, teacher and heads are
 converted to it once a call. fp64 stays fp64 under autocast, as in torch. Everything after the logits is fp32 (fp64 for fp64); the
