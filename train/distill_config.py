@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..dflash.config import Causality
-from ..dflash.loss import LossKind
+from ..dflash.loss import SlotLossOptions
 from .config import Source, TrainerConfig, at_least, positive
 
 
@@ -60,19 +60,14 @@ class PromptConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlotLossConfig:
-    """What the masked slots are trained on."""
+class SlotLossConfig(SlotLossOptions):
+    """What the masked slots are trained on, and how many a step has."""
 
-    kind: LossKind = "ce"                 # ce: the token of the response; kl: the target's whole distribution there
-    decay_gamma: float | None = 4.0       # slot n weighs exp(-(n - 1) / gamma); null: all the same
     anchors: int = 64                     # blocks a row, drawn anew every step
-    chunk_rows: int = 8192                # slots whose logits exist at one time
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive("loss.anchors", self.anchors)
-        positive("loss.chunk_rows", self.chunk_rows)
-        if self.decay_gamma is not None:
-            positive("loss.decay_gamma (null for no decay)", self.decay_gamma)
 
 
 @dataclass(frozen=True, kw_only=True)

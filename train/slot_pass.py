@@ -26,8 +26,7 @@ def slot_pass(draft: DraftModel, target: nn.Module, batch_B4S: Tensor, *, loss: 
     slots = draft(features, blocks=Blocks(anchors_BA=index, ids_BA=ids.gather(1, index), positions_BS=positions), embedding_VD=embedding)
     targets = slot_targets(ids, documents_BS=documents, supervised_BS=supervised, anchor_index_BA=index, anchor_valid_BA=is_valid,
                            block_size=draft.config.block_size)
-    return slot_sums(slots, targets=targets, head_VD=head_weight(target), target_hidden_BSD=hidden, kind=loss.kind, gamma=loss.decay_gamma,
-                     chunk_rows=loss.chunk_rows)
+    return slot_sums(slots, targets=targets, head_VD=head_weight(target), target_hidden_BSD=hidden, options=loss)
 
 
 @torch.no_grad()
