@@ -156,7 +156,8 @@ def table(results: list[dict[str, Any]], *, tokens: int) -> str:
         notes.append(f"- {r['title']}: first loss {r['loss']:.3f} (ln V in every slot: {r['plain_loss']:.3f}); gradients in {r['gradients']} tensors; "
                      f"{r['seconds']:.0f} s with start and compilation{replaced}.")
     versions = {k: v for r in results for k, v in r.get("versions", {}).items()}
-    return "\n".join([*lines, "", *notes, "- " + ", ".join(f"{k} {v}" for k, v in versions.items()) + "."])
+    known = [f"- {', '.join(f'{k} {v}' for k, v in versions.items())}."] if versions else []
+    return "\n".join([*lines, "", *notes, *known])
 
 
 def parse() -> argparse.Namespace:
