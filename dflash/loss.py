@@ -150,8 +150,8 @@ def slot_sums(
     if options.kl_weight:
         batch_of_row = rows // (slots * hidden_BAND.shape[1])
         teacher_TD = target_hidden_BSD.flatten(0, 1)[batch_of_row * target_hidden_BSD.shape[1] + targets.before.flatten()[rows]]
-    losses = slot_losses(hidden_BAND.flatten(0, 2)[rows], head_VD=head_VD, labels_T=labels.flatten()[rows], teacher_TD=teacher_TD, ce_weight=options.ce_weight,
-                         kl_weight=options.kl_weight, z_weight=options.z_weight, multiplier=multiplier, softcap=softcap,
+    losses = slot_losses(hidden_BAND.flatten(0, 2).index_select(0, rows), head_VD=head_VD, labels_T=labels.flatten()[rows], teacher_TD=teacher_TD,
+                         ce_weight=options.ce_weight, kl_weight=options.kl_weight, z_weight=options.z_weight, multiplier=multiplier, softcap=softcap,
                          teacher_multiplier=target_multiplier, teacher_softcap=target_softcap, chunk_rows=options.chunk_rows)
     if options.weighting == "dpace":
         label_prob = torch.zeros(in_draft.numel(), dtype=losses.label_log_prob_T.dtype, device=rows.device)

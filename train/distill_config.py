@@ -2,7 +2,7 @@
 
 import importlib.resources
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ..dflash.config import Causality
 from ..dflash.loss import SlotLossOptions
@@ -63,7 +63,8 @@ class PromptConfig:
 class SlotLossConfig(SlotLossOptions):
     """What the masked slots are trained on, and how many a step has."""
 
-    anchors: int = 64                     # blocks a row, drawn anew every step
+    anchors: int = 512                    # blocks a row, drawn anew every step
+    anchors_by: Literal["document", "token"] = "document"   # every document of a row has the same share of them, or every token the same chance
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,4 +127,4 @@ def default_recipe() -> DistillRecipe:
         data=PromptConfig(
             train=[code, prompts("code"), prompts("math"), prompts("chat"), prompts("agent", tools="tools")],
             heldout=[Source(domain="code", stdlib=True, part="heldout", documents=60), heldout("math"), heldout("chat"), heldout("agent", tools="tools")]),
-        optim=MuonConfig(warmup_steps=20), trainer=TrainerConfig(max_steps=1000, batch_size=8))
+        loss=SlotLossConfig(anchors=64), optim=MuonConfig(warmup_steps=20), trainer=TrainerConfig(max_steps=1000, batch_size=8))

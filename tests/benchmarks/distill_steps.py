@@ -268,44 +268,63 @@ def speculators(job: Job, *, full: bool) -> Ran:
                optimizer=f"torch Muon ({config.muon_ns_steps} steps) and AdamW, fp32", weight=weight, more={"AdamW alone": adamw, "peak_gib": [peak]})
 
 
-def ours(job: Job) -> Ran:
-    """The step of `train dflash-distill`, with the target's features given. ADAPT HERE when the model or the loss changes."""
+def ours(job: Job, *, dtype: torch.dtype) -> Ran:
+    """The step of `train dflash-distill`, with the target's features given; `dtype` of the weights."""
+    from torch.nn import functional as F
+
     from kilotok.dflash.anchors import anchor_generator, draw_anchors, valid_anchors
     from kilotok.dflash.config import DraftConfig
-    from kilotok.dflash.loss import slot_sums, slot_targets
-    from kilotok.dflash.model import DraftModel, draft_blocks
+    from kilotok.dflash.loss import SlotLossOptions, slot_sums, slot_targets
+    from kilotok.dflash.model import Blocks, DraftModel
+    from kilotok.kernels.attention import padded_anchors
     from kilotok.train.optim import MuonAdamW, parameter_groups
 
-    s, b, dtype = job.shape, job.batch(), torch.float32 if job.tiny else torch.bfloat16
+    s, b, flex = job.shape, job.batch(), not job.tiny
+    compute = torch.float32 if job.tiny else torch.bfloat16
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
              "target_layer_ids", "num_target_layers", "mask_token_id", "block_size", "rope_theta")
     draft = DraftModel(DraftConfig(**{n: getattr(s, n) for n in names})).to(job.device)
     draft.initialize(generator=torch.Generator(job.device).manual_seed(0), final_norm_D=torch.ones(s.hidden_size, device=job.device))
-    embedding, head = (torch.randn(s.vocab_size, s.hidden_size, device=job.device, dtype=dtype) * 0.02 for _ in range(2))
-    optimizer = MuonAdamW(parameter_groups(draft, muon_lr=1e-3, muon_weight_decay=0.1, adamw_lr=1e-3, adamw_weight_decay=0.01,
-                                           betas=(0.9, 0.95), momentum=0.95))
+    draft.to(torch.float32 if job.tiny else dtype)
+    if flex:
+        draft.compile_layers()
+    embedding, head = (torch.randn(s.vocab_size, s.hidden_size, device=job.device, dtype=compute) * 0.02 for _ in range(2))
+    muon = MuonAdamW(parameter_groups(draft, muon_lr=1e-3, muon_weight_decay=0.1, adamw_lr=1e-3, adamw_weight_decay=0.01, betas=(0.9, 0.95), momentum=0.95))
     positions, supervised = torch.arange(s.length, device=job.device)[None], b["supervised"].bool()
-    for i in steps(job):
-        index, is_valid = draw_anchors(valid_anchors(b["documents"], supervised_BS=supervised, positions_BS=positions), num_anchors=s.anchors,
-                                       generator=anchor_generator(seed=0, rank=0, index=i, device=torch.device(job.device)))
-        with torch.autocast(job.device, dtype=torch.bfloat16, enabled=not job.tiny):
-            slots = draft_blocks(draft, features_BSF=b["features"], positions_BS=positions, documents_BS=b["documents"], anchor_index_BA=index,
-                                 anchor_ids_BA=b["ids"].gather(1, index), embedding_VD=embedding)
-            targets = slot_targets(b["ids"], documents_BS=b["documents"], supervised_BS=supervised, anchor_index_BA=index, anchor_valid_BA=is_valid,
-                                   block_size=s.block_size)
-            sums = slot_sums(slots, targets=targets, head_VD=head, target_hidden_BSD=b["hidden"], kind="ce", gamma=7.0, chunk_rows=8192)
-        loss = sums.loss / sums.weight.clamp(min=1e-6)
-        loss.backward()
-        job.clock.losses.append(loss.detach())
-        job.clock.at_optimizer(draft.parameters())
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return Ran(options="full, fp32 weights under autocast, CE gamma 7, logits of 8192 slots at a time, recomputed", optimizer="MuonAdamW, fp32")
+
+    def run(optimizer: torch.optim.Optimizer) -> None:
+        for i in steps(job):
+            index, is_valid = draw_anchors(valid_anchors(b["documents"], supervised_BS=supervised, positions_BS=positions), num_anchors=s.anchors,
+                                           documents_BS=b["documents"], generator=anchor_generator(seed=0, rank=0, index=i, device=torch.device(job.device)))
+            if flex:
+                more = padded_anchors(index.shape[1], block_size=s.block_size) - index.shape[1]
+                index, is_valid = F.pad(index, (0, more)), F.pad(is_valid, (0, more))
+            with torch.autocast(job.device, dtype=torch.bfloat16, enabled=not job.tiny):
+                slots = draft(b["features"], blocks=Blocks(anchors_BA=index, ids_BA=b["ids"].gather(1, index), positions_BS=positions),
+                              embedding_VD=embedding, flex=flex)
+                targets = slot_targets(b["ids"], documents_BS=b["documents"], supervised_BS=supervised, anchor_index_BA=index, anchor_valid_BA=is_valid,
+                                       block_size=s.block_size)
+                sums = slot_sums(slots, targets=targets, head_VD=head, target_hidden_BSD=b["hidden"], options=SlotLossOptions(decay_gamma=7.0))
+            loss = sums.loss / sums.weight.clamp(min=1e-6)
+            loss.backward()
+            job.clock.losses.append(loss.detach())
+            job.clock.at_optimizer(draft.parameters())
+            torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    run(muon)
+    _, first = job.clock.times()
+    job.clock.marks.clear()
+    muon.state.clear()
+    run(torch.optim.AdamW(draft.parameters(), lr=1e-4, fused=True))
+    return Ran(options=f"full, {str(dtype).removeprefix('torch.')} weights, bf16 autocast, compiled layers, block mask, CE gamma 7 fused with the head",
+               optimizer="AdamW, fused (Muon beside it)", more={"Muon": first})
 
 
 ROWS: dict[str, tuple[str, Callable[[Job], Ran]]] = {
-    "kilotok": ("kilotok", ours),
+    "kilotok": ("kilotok", partial(ours, dtype=torch.float32)),
+    "kilotok-bf16": ("kilotok, bf16 weights", partial(ours, dtype=torch.bfloat16)),
     "specforge": ("SpecForge, its recipe", partial(specforge, fast=False)),
     "specforge-fast": ("SpecForge, its fastest options", partial(specforge, fast=True)),
     "speculators": ("speculators, its defaults", partial(speculators, full=False)),
