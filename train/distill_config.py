@@ -2,10 +2,10 @@
 
 import importlib.resources
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ..dflash.config import Causality
-from ..dflash.loss import LossKind
+from ..dflash.loss import SlotLossOptions
 from .config import Source, TrainerConfig, at_least, positive
 from .shares import Share
 
@@ -73,19 +73,15 @@ class PromptConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlotLossConfig:
-    """What the masked slots are trained on."""
+class SlotLossConfig(SlotLossOptions):
+    """What the masked slots are trained on, and how many a step has."""
 
-    kind: LossKind = "ce"                 # ce: the token of the response; kl: the target's whole distribution there
-    decay_gamma: float | None = 4.0       # slot n weighs exp(-(n - 1) / gamma); null: all the same
-    anchors: int = 64                     # blocks a row, drawn anew every step
-    chunk_rows: int = 8192                # slots whose logits exist at one time
+    anchors: int = 512                    # blocks a row, drawn anew every step
+    anchors_by: Literal["document", "token"] = "document"   # every document of a row has the same share of them, or every token the same chance
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive("loss.anchors", self.anchors)
-        positive("loss.chunk_rows", self.chunk_rows)
-        if self.decay_gamma is not None:
-            positive("loss.decay_gamma (null for no decay)", self.decay_gamma)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,4 +140,4 @@ def default_recipe() -> DistillRecipe:
         data=PromptConfig(
             train=[code, prompts("code"), prompts("math"), prompts("chat"), prompts("agent", tools="tools")],
             heldout=[Source(domain="code", stdlib=True, part="heldout", documents=60), heldout("math"), heldout("chat"), heldout("agent", tools="tools")]),
-        optim=MuonConfig(warmup_steps=20), trainer=TrainerConfig(max_steps=1000, batch_size=8))
+        loss=SlotLossConfig(anchors=64), optim=MuonConfig(warmup_steps=20), trainer=TrainerConfig(max_steps=1000, batch_size=8))

@@ -4,32 +4,54 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..dflash.anchors import draw_anchors, valid_anchors
 from ..dflash.context import Taps
 from ..dflash.loss import SlotSums, slot_sums, slot_targets
 from ..dflash.model import Blocks, DraftModel
+from ..kernels.attention import TILE, padded_anchors
 from ..quant.quality import head_weight
 from .distill_config import SlotLossConfig
 from .distill_data import DOCUMENTS, IDS, POSITIONS, SUPERVISED
 
 
-def slot_pass(draft: DraftModel, target: nn.Module, batch: Tensor | Sequence[Tensor], *, loss: SlotLossConfig, generator: torch.Generator) -> SlotSums:
+def slot_pass(
+    draft: DraftModel, target: nn.Module, batch: Tensor | Sequence[Tensor], *, loss: SlotLossConfig, generator: torch.Generator, flex: bool = False,
+) -> SlotSums:
     """One forward of target and draft over packed rows: loss and accuracy of the slots of randomly drawn blocks.
 
     Shapes: batch: rows [B, 4, S] as `pack_row` makes them, alone or with their stored features and final states (`features_of`).
+    flex: attention by block mask on a GPU; rows and anchors are filled up to whole tiles for it.
     """
     batch_B4S, features, hidden = features_of(target, batch, layer_ids=draft.config.target_layer_ids)
+    if flex and (more := -batch_B4S.shape[2] % TILE):
+        batch_B4S = _whole_tiles(batch_B4S)
+        features, hidden = F.pad(features, (0, 0, 0, more)), F.pad(hidden, (0, 0, 0, more))
     ids, documents, positions = batch_B4S[:, IDS], batch_B4S[:, DOCUMENTS], batch_B4S[:, POSITIONS]
     supervised = batch_B4S[:, SUPERVISED].bool()
     valid = valid_anchors(documents, supervised_BS=supervised, positions_BS=positions)
-    index, is_valid = draw_anchors(valid, num_anchors=loss.anchors, generator=generator)
+    index, is_valid = draw_anchors(valid, num_anchors=loss.anchors, generator=generator, documents_BS=documents if loss.anchors_by == "document" else None)
+    if flex:   # whole tiles; what is added counts for nothing
+        more = padded_anchors(index.shape[1], block_size=draft.config.block_size) - index.shape[1]
+        index, is_valid = F.pad(index, (0, more)), F.pad(is_valid, (0, more))
     embedding: Tensor = target.get_input_embeddings().weight  # type: ignore[operator]
-    slots = draft(features, blocks=Blocks(anchors_BA=index, ids_BA=ids.gather(1, index), positions_BS=positions), embedding_VD=embedding)
+    slots = draft(features, blocks=Blocks(anchors_BA=index, ids_BA=ids.gather(1, index), positions_BS=positions), embedding_VD=embedding, flex=flex)
     targets = slot_targets(ids, documents_BS=documents, supervised_BS=supervised, anchor_index_BA=index, anchor_valid_BA=is_valid,
                            block_size=draft.config.block_size)
-    return slot_sums(slots, targets=targets, head_VD=head_weight(target), target_hidden_BSD=hidden, kind=loss.kind, gamma=loss.decay_gamma,
-                     chunk_rows=loss.chunk_rows)
+    return slot_sums(slots, targets=targets, head_VD=draft.head_rows(head_weight(target)), target_hidden_BSD=hidden, options=loss,
+                     draft_ids_U=draft.draft_ids, multiplier=draft.config.output_multiplier, softcap=draft.config.logit_softcap,
+                     target_softcap=getattr(target.config, "final_logit_softcapping", None))
+
+
+def _whole_tiles(batch_B4S: Tensor) -> Tensor:
+    """Rows with padding up to a multiple of the block mask's tile."""
+    more = -batch_B4S.shape[2] % TILE
+    if not more:
+        return batch_B4S
+    padded = F.pad(batch_B4S, (0, more))
+    padded[:, DOCUMENTS, -more:] = -1
+    return padded
 
 
 def features_of(target: nn.Module, batch: Tensor | Sequence[Tensor], *, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:

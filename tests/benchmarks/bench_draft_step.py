@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kilotok.dflash.anchors import anchor_generator, draw_anchors
 from kilotok.dflash.config import DraftConfig
-from kilotok.dflash.loss import slot_sums, slot_targets
+from kilotok.dflash.loss import SlotLossOptions, slot_sums, slot_targets
 from kilotok.dflash.model import Blocks, DraftModel
 from kilotok.kernels.attention import padded_anchors
 from kilotok.train.optim import MuonAdamW, parameter_groups
@@ -88,7 +88,8 @@ class Step:
                                embedding_VD=self.embedding, flex=True)
             targets = slot_targets(self.ids, documents_BS=self.positions * 0, supervised_BS=self.supervised, anchor_index_BA=anchors, anchor_valid_BA=is_valid,
                                    block_size=a.block)
-            return slot_sums(slots, targets=targets, head_VD=self.head, target_hidden_BSD=self.hidden, kind=a.loss, gamma=4.0, chunk_rows=a.chunk)
+            options = SlotLossOptions(ce_weight=float(a.loss == "ce"), kl_weight=float(a.loss == "kl"), chunk_rows=a.chunk)
+            return slot_sums(slots, targets=targets, head_VD=self.head, target_hidden_BSD=self.hidden, options=options)
 
     def run(self) -> None:
         sums = self.forward()

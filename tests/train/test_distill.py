@@ -342,7 +342,7 @@ def test_a_warm_start_begins_at_the_draft_s_weights(whole: Whole, tmp_path: Path
 def test_mixed_precision_trains_fp32_weights(whole: Whole, tmp_path: Path) -> None:
     """With one held-out token a text, so that nothing can be accepted: figures that do not exist are null, not NaN, which is no JSON."""
     assert train(started_again(whole, tmp_path, "--trainer.precision", "bf16-mixed", "--trainer.max_steps", "2", "--trainer.val_every_steps", "1",
-                               "--loss.kind", "kl", "--data.heldout_new_tokens", "1")) == 0
+                               "--loss.ce_weight", "0", "--loss.kl_weight", "1", "--data.heldout_new_tokens", "1")) == 0
     trained = read_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000002.ckpt")
     assert all(w.dtype == torch.float32 and bool(torch.isfinite(w).all()) for w in trained.values())
     assert any(not torch.equal(w, w.to(torch.bfloat16).float()) for w in trained.values())

@@ -156,8 +156,8 @@ def draft_config(**changed: Any) -> DraftConfig:
                           "sliding_window": 12, **changed})
 
 
-@pytest.mark.parametrize("kind", ["ce", "kl"])
-def test_a_packed_row_trains_like_its_documents_in_rows_of_their_own(tiny_model: nn.Module, kind: Any) -> None:
+@pytest.mark.parametrize("options", [{}, {"ce_weight": 0.0, "kl_weight": 1.0}, {"weighting": "dpace"}], ids=["ce", "kl", "dpace"])
+def test_a_packed_row_trains_like_its_documents_in_rows_of_their_own(tiny_model: nn.Module, options: dict[str, Any]) -> None:
     """With more anchors than tokens every block there is counts, so the sums do not depend on the drawing."""
     documents = random_responses(SIZES)
     draft = DraftModel(draft_config())
@@ -165,7 +165,7 @@ def test_a_packed_row_trains_like_its_documents_in_rows_of_their_own(tiny_model:
 
     def sums(rows: Sequence[Tensor]) -> Any:
         draft.zero_grad()
-        found = slot_pass(draft, tiny_model, torch.stack(list(rows)), loss=SlotLossConfig(kind=kind, anchors=200),
+        found = slot_pass(draft, tiny_model, torch.stack(list(rows)), loss=SlotLossConfig(anchors=200, **options),
                           generator=anchor_generator(seed=0, rank=0, index=0, device=torch.device("cpu")))
         found.loss.backward()
         return found, {n: p.grad.clone() for n, p in draft.named_parameters() if p.grad is not None}
@@ -368,7 +368,7 @@ def test_every_option_of_a_recipe_is_named() -> None:
         "target", "run", "out",
         "draft", *(f"draft.{n}" for n in ("init_from", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
                                           "target_layer_ids", "mask_token_id", "block_size", "sliding_window", "rope_theta")),
-        "loss", "loss.kind", "loss.decay_gamma", "loss.anchors", "loss.chunk_rows",
+        "loss", *(f"loss.{n}" for n in ("ce_weight", "kl_weight", "z_weight", "weighting", "decay_gamma", "dpace_alpha", "chunk_rows", "anchors")),
         "optim", *(f"optim.{n}" for n in ("muon_lr", "adamw_lr", "muon_weight_decay", "adamw_weight_decay", "momentum", "betas", "warmup_steps",
                                           "final_lr_ratio", "max_grad_norm")),
         "data", *(f"data.{n}" for n in ("train", "heldout", "sequence_length", "prompt_tokens", "prompts_per_document", "max_new_tokens", "temperatures",
