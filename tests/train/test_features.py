@@ -173,7 +173,7 @@ def test_training_from_a_store_is_bitwise_training_without(tmp_path: Path, capsy
     recipe = {
         "target": str(target), "run": str(tmp_path / "dflash-run"),
         "draft": {"num_hidden_layers": 1, "intermediate_size": 32, "target_layer_ids": [0, 1], "sliding_window": 16},
-        "loss": {"anchors": 4, "kind": "kl"}, "optim": {"muon_lr": 1e-2, "adamw_lr": 1e-2},
+        "loss": {"anchors": 4, "ce_weight": 0.5, "kl_weight": 0.5}, "optim": {"muon_lr": 1e-2, "adamw_lr": 1e-2},
         "data": {"sequence_length": 48, "max_new_tokens": 6, "generation_batch": 1, "heldout_prompts": 1, "heldout_new_tokens": 2,
                  "responses": str(tmp_path / "responses"),
                  "train": [chat(tmp_path / "chat.jsonl", [f"Add {i}." for i in range(4)]), chat(tmp_path / "math.jsonl", ["2 + 2?"])],
