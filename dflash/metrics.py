@@ -18,11 +18,14 @@ def acceptance_length(rounds: Iterable[Round]) -> float:
 
 
 def acceptance_by_position(rounds: Iterable[Round], *, num_drafts: int) -> list[float]:
-    """[k - 1]: of the rounds that drafted at least k tokens, the share that accepted at least k; nan where there is none."""
+    """[k - 1]: of the rounds that could accept k tokens, the share that accepted at least k; nan where there is none.
+
+    A tree that spent its nodes on fewer than k positions counts as one that did not get so far, so chains and trees compare.
+    """
     decode = [r for r in rounds if not r.is_prefill]
     shares = []
     for k in range(1, num_drafts + 1):
-        drafted = [r for r in decode if r.num_drafted >= k]
+        drafted = [r for r in decode if r.max_accepted >= k]
         shares.append(sum(r.num_accepted >= k for r in drafted) / len(drafted) if drafted else float("nan"))
     return shares
 
