@@ -30,6 +30,11 @@ def acceptance_by_position(rounds: Iterable[Round], *, num_drafts: int) -> list[
     return shares
 
 
+def counts_of(done: Round) -> list[int]:
+    """A round in numbers: drafted, accepted, tokens; for a tree also the positions it could propose for."""
+    return [done.num_drafted, done.num_accepted, len(done.tokens), *([] if done.num_positions is None else [done.num_positions])]
+
+
 def cut_at_repeat(ids: Sequence[int], *, ngram: int = 8, times: int = 3) -> int:
     """How many leading tokens to keep: up to the start of the n-gram that occurs for the `times`-th time; all if none does.
 
