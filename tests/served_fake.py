@@ -115,9 +115,10 @@ class FakeDrafter:
         return proposals + [0] * (count - len(proposals))   # what follows a wrong one is never looked at
 
     def propose_tree(self, anchor: int, *, count: int, budget: int, sampling: Sampling) -> DraftTree:
-        """The chain, then siblings of its first token that are right when it is not."""
-        proposals = self.propose(anchor, count=count, sampling=sampling)[:budget]
-        others = [t for t in LIKELY if t != proposals[0]][:budget - len(proposals)]
+        """The chain, then siblings of its first token: the target's own pick, and likely ones."""
+        proposals, history = self.propose(anchor, count=count, sampling=sampling)[:budget], [*self._tokens, anchor]
+        pick = choose_tokens(row_of(history)[None], first_position=len(history), sampling=sampling)
+        others = [t for t in dict.fromkeys((*pick, *LIKELY)) if t != proposals[0]][:budget - len(proposals)]
         return DraftTree(token_ids=(*proposals, *others), parents=(*range(ANCHOR, len(proposals) - 1), *[ANCHOR] * len(others)))
 
 

@@ -37,27 +37,29 @@ def measure_acceptance(
         the draft's number of proposals makes it comparable with the chain's. None: no trees.
     A prompt without room for max_tokens in the target's context gives as many as there is room for.
     """
-    rounds_of: dict[str, list[list[Round]]] = {d: [] for d in prompts}
-    trees_of: dict[str, list[list[Round]]] = {d: [] for d in prompts}
+    rounds_of: dict[int | None, dict[str, list[list[Round]]]] = {budget: {d: [] for d in prompts} for budget in (None, tree_budget)}
     correct = {d: torch.zeros(draft.config.block_size) for d in prompts}
     counted = {d: torch.zeros(draft.config.block_size) for d in prompts}
     embedding = target.get_input_embeddings().weight  # type: ignore[operator]
     for domain, some in prompts.items():
         for prompt in some:
             with Taps(target, layer_ids=draft.config.target_layer_ids) as taps:
-                for budget, texts in ((None, rounds_of), (tree_budget, trees_of))[:1 if tree_budget is None else 2]:
+                for budget, texts in rounds_of.items():
                     drafter = DFlashDrafter(draft, embedding_VD=embedding, head_VD=head_weight(target))
                     texts[domain].append(list(generate(
                         HFTarget(target, taps=taps, max_length=max_length), prompt=prompt.ids, drafter=drafter, sampling=Sampling(), max_tokens=max_tokens,
                         eos_ids=eos_ids, tree_budget=budget)))
-            rounds = rounds_of[domain][-1]
+            rounds = rounds_of[None][domain][-1]
             right, count = _slot_accuracy(draft, target, Response(prompt=prompt.ids, response=tuple(t for r in rounds for t in r.tokens)))
             correct[domain] += right
             counted[domain] += count
-    return {d: {**_figures([r for part in parts for r in rounds_of[part]], correct=sum(correct[p] for p in parts), counted=sum(counted[p] for p in parts)),
-                **({} if tree_budget is None else {"tree": {"budget": tree_budget, "acceptance_length_repeats_cut": _cut_length(
-                    [r for part in parts for r in trees_of[part]])}})}
-            for d, parts in [*((d, [d]) for d in prompts), ("all", list(prompts))]}
+    measured = {}
+    for d, parts in [*((d, [d]) for d in prompts), ("all", list(prompts))]:
+        texts_of = {budget: [r for part in parts for r in texts[part]] for budget, texts in rounds_of.items()}
+        measured[d] = _figures(texts_of[None], correct=sum(correct[p] for p in parts), counted=sum(counted[p] for p in parts))
+        if tree_budget is not None:
+            measured[d]["tree"] = {"budget": tree_budget, "acceptance_length_repeats_cut": _cut_length(texts_of[tree_budget])}
+    return measured
 
 
 def _figures(texts: Sequence[Sequence[Round]], *, correct: Any, counted: Any) -> dict[str, Any]:
