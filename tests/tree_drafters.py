@@ -49,8 +49,9 @@ class TreeOracle:
             """The new node; None when it is there already or does not fit."""
             if len(nodes) == budget or depths[parent] == count or (parent, token) in nodes:
                 return None
-            nodes[parent, token] = depths[len(nodes)] = depths[parent] + 1
-            return len(nodes) - 1
+            node = len(nodes)
+            nodes[parent, token] = depths[node] = depths[parent] + 1
+            return node
 
         def other(token: int) -> int:
             return (token + 1 + draw.randrange(self.vocab_size - 1)) % self.vocab_size
@@ -64,9 +65,9 @@ class TreeOracle:
                     at = add(at, token)
         elif self.kind == "wrong":
             first = add(ANCHOR, other(right[0]))
-            while len(nodes) < budget and add(draw.choice([n for n in depths if n != ANCHOR]), draw.randrange(self.vocab_size)) is None:
-                pass
             assert first == 0
+            for _ in range(2 * budget):
+                add(draw.choice([n for n in depths if n != ANCHOR]), draw.randrange(self.vocab_size))
         elif self.kind == "misplaced":
             at = add(ANCHOR, other(right[0]))
             for token in right[1:4]:

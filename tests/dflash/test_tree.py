@@ -48,16 +48,18 @@ def all_trees(num_positions: int, vocab_size: int, size: int) -> set[frozenset[t
     return trees
 
 
-@pytest.mark.parametrize(("num_positions", "vocab_size", "budgets"), [(3, 3, range(1, 7)), (4, 2, range(1, 8)), (1, 6, range(1, 7)), (5, 1, range(1, 6))])
+@pytest.mark.parametrize(("num_positions", "vocab_size", "budgets"), [(3, 3, range(1, 6)), (4, 2, range(1, 7)), (1, 6, range(1, 7)), (5, 1, range(1, 6))])
 def test_no_tree_of_its_size_has_a_larger_sum_of_products(num_positions: int, vocab_size: int, budgets: range) -> None:
     for budget in budgets:
         candidates = all_trees(num_positions, vocab_size, budget)
         for seed in range(6):
             scores = scores_of((num_positions, vocab_size), seed=seed)
-            marginals = scores.double().softmax(-1)
+            marginals = scores.double().softmax(-1).tolist()
+            product = {path: math.prod(marginals[d][v] for d, v in enumerate(path))
+                       for depth in range(1, num_positions + 1) for path in itertools.product(range(vocab_size), repeat=depth)}
 
-            def total(paths: Collection[tuple[int, ...]], marginals: Tensor = marginals) -> float:
-                return math.fsum(math.prod(float(marginals[d, v]) for d, v in enumerate(path)) for path in paths)
+            def total(paths: Collection[tuple[int, ...]], product: dict[tuple[int, ...], float] = product) -> float:
+                return math.fsum(product[path] for path in paths)
 
             tree = build_tree(scores, budget=budget)
             paths = {tuple(tree.token_ids[n] for n in tree.path(node)) for node in range(len(tree))}
@@ -330,6 +332,9 @@ FAULTS = (VisibleSiblings, PositionsInOrder, FirstNodesKept, BlindToItself)
 FORKED = DraftTree(token_ids=(70, 81, 92, 92, 15, 70), parents=(ANCHOR, ANCHOR, 0, 1, 3, 4))
 
 
+LONG = torch.randint(4096, (40,), generator=torch.Generator().manual_seed(0)).tolist()   # after which the model's greedy text is no loop
+
+
 def check_step(kind: type[HFTarget], model: nn.Module, taps: Taps, *, tree: DraftTree = FORKED) -> None:
     """Every node's row is that of its path read alone, and what is kept reads on like it."""
     prompt, anchor = [100, 7, 2000, 33, 5, 6], 9
@@ -352,7 +357,7 @@ def check_step(kind: type[HFTarget], model: nn.Module, taps: Taps, *, tree: Draf
 
 
 def text_of(target: HFTarget, *, drafter: Drafter | None, sampling: Sampling, count: int, budget: int | None) -> list[int]:
-    rounds = generate(target, prompt=[100, 7, 2000, 33, 5, 6], drafter=drafter, sampling=sampling, max_tokens=count, eos_ids=(), tree_budget=budget)
+    rounds = generate(target, prompt=LONG, drafter=drafter, sampling=sampling, max_tokens=count, eos_ids=(), tree_budget=budget)
     return [t for r in rounds for t in r.tokens]
 
 
@@ -378,7 +383,7 @@ def test_transformers_with_trees_says_what_it_says_alone(model: nn.Module, taps:
     draft.initialize(generator=torch.Generator().manual_seed(3), final_norm_D=model.model.norm.weight)   # type: ignore[union-attr, arg-type]
     text = text_of(HFTarget(model, taps=taps, max_length=100), drafter=None, sampling=sampling, count=31, budget=None)
     assert len(set(text)) > 8
-    oracles = [TreeOracle(text, prompt_length=6, kind=kind, vocab_size=4096) for kind in TREE_KINDS]
+    oracles = [TreeOracle(text, prompt_length=len(LONG), kind=kind, vocab_size=4096) for kind in TREE_KINDS]
     for drafter in (DFlashDrafter(draft.double(), embedding_VD=embedding, head_VD=embedding), *oracles):
         assert text_of(HFTarget(model, taps=taps, max_length=100), drafter=drafter, sampling=sampling, count=31, budget=budget) == text
 
@@ -389,7 +394,7 @@ def test_a_fault_in_the_step_changes_the_text(model: nn.Module, taps: Taps, faul
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=1)):
         text = text_of(HFTarget(model, taps=taps, max_length=100), drafter=None, sampling=sampling, count=31, budget=None)
         for kind in ("right", "misplaced"):
-            oracle = TreeOracle(text, prompt_length=6, kind=kind, vocab_size=4096)
+            oracle = TreeOracle(text, prompt_length=len(LONG), kind=kind, vocab_size=4096)
             try:
                 changed += text_of(fault(model, taps=taps, max_length=100), drafter=oracle, sampling=sampling, count=31, budget=15) != text
             except AssertionError:   # the oracle finds itself beside the text
