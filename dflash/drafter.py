@@ -5,7 +5,8 @@ from torch import Tensor
 
 from ..kernels.attention import BlockPlan
 from .model import Context, DraftModel
-from .sampling import Sampling, choose_tokens
+from .sampling import Sampling, candidate_scores, choose_tokens
+from .tree import DraftTree, build_tree
 
 
 class DFlashDrafter:
@@ -54,6 +55,14 @@ class DFlashDrafter:
 
     def propose(self, anchor: int, *, count: int, sampling: Sampling) -> list[int]:
         """The first `count` slots' tokens, picked with the noise the target will use at those positions."""
+        self._require_slots(count)
+        return choose_tokens(self.logits(anchor)[:count], first_position=self._observed + 1, sampling=sampling)
+
+    def propose_tree(self, anchor: int, *, count: int, budget: int, sampling: Sampling) -> DraftTree:
+        """The likeliest `budget` nodes of the first `count` slots; sampled text is ranked with the noise of the positions."""
+        self._require_slots(count)
+        return build_tree(candidate_scores(self.logits(anchor)[:count], first_position=self._observed + 1, sampling=sampling), budget=budget)
+
+    def _require_slots(self, count: int) -> None:
         if not 0 <= count <= self.num_drafts:
             raise ValueError(f"propose: a block of {self.num_drafts + 1} gives at most {self.num_drafts} drafts; got count {count}.")
-        return choose_tokens(self.logits(anchor)[:count], first_position=self._observed + 1, sampling=sampling)

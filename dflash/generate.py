@@ -6,6 +6,9 @@ it; the target reads anchor and proposals in one step and picks its own token at
 the bonus, and the next anchor. The text is the target's, whatever the drafter proposes: equal to decoding one token at a
 time if the target's logits do not depend on how many tokens a step reads.
 
+With a tree (`tree.py`) a position has several candidates. The target reads all of them in one step, each seeing the text and
+its own ancestors only, and the walk goes down to the child that equals the target's pick; the chain is the same walk.
+
 Both the HF model (`hf_target.py`) and the runtime's executors are Targets.
 
 Legend: T positions of a step, V vocabulary, F tapped features (taps times hidden).
@@ -14,11 +17,12 @@ Source: Leviathan et al. 2023 for draft and verify; DFlash, arXiv 2602.06036, fo
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from .sampling import Sampling, choose_tokens
+from .tree import ANCHOR, DraftTree, chain
 
 
 class TargetStep(NamedTuple):
@@ -46,6 +50,21 @@ class Target(Protocol):
         """Forget the tokens at positions >= length."""
 
 
+@runtime_checkable
+class TreeTarget(Target, Protocol):
+    """A target that can verify a tree."""
+
+    def read_tree(self, anchor: int, tree: DraftTree) -> TargetStep:
+        """Read the anchor at position `length` and every node at position length + its depth.
+
+        A node sees the tokens read before, the anchor, its ancestors and itself. Row 0 of the step is the anchor's, row n + 1 is node n's.
+        None of them counts as read until `keep`, which must be the next call.
+        """
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Of the tree just read, keep the anchor and these nodes, each the child of the one before; forget the others."""
+
+
 class Drafter(Protocol):
     """Proposes the tokens after an anchor, for one sequence."""
 
@@ -58,24 +77,41 @@ class Drafter(Protocol):
         """`count` tokens after the anchor, whose position is the number of positions observed."""
 
 
+@runtime_checkable
+class TreeDrafter(Drafter, Protocol):
+    """A drafter that knows more than one candidate a position."""
+
+    def propose_tree(self, anchor: int, *, count: int, budget: int, sampling: Sampling) -> DraftTree:
+        """At most `budget` nodes for the `count` positions after the anchor."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Round:
     """Tokens that one target forward committed."""
 
     tokens: tuple[int, ...]     # accepted proposals and the bonus; cut after an end-of-sequence token
-    num_drafted: int            # proposals that were verified; 0 for the prefill's token and for plain decoding
+    num_drafted: int            # proposals that were verified, all nodes of a tree; 0 for the prefill's token and for plain decoding
     num_accepted: int           # of `tokens`, those that were proposals
     is_prefill: bool = False
     stopped: bool = False       # the last token ends the sequence
+    num_positions: int | None = None    # of a tree: positions it could propose for, whether or not it did; None: a chain, as many as proposals
+
+    @property
+    def max_accepted(self) -> int:
+        """Proposals that could have been accepted at best."""
+        return self.num_drafted if self.num_positions is None else self.num_positions
 
 
 def generate(
     target: Target, *, prompt: Sequence[int], drafter: Drafter | None, sampling: Sampling, max_tokens: int, eos_ids: Collection[int],
+    tree_budget: int | None = None,
 ) -> Iterator[Round]:
     """Decode from an empty target; the first round is the prefill's token.
 
+    tree_budget: nodes of the tree of each round; None: the drafter's chain.
     Ends after an end-of-sequence token, after max_tokens tokens, or when prompt and text fill the target's max_length.
-    Errors: ValueError for an empty prompt, one that leaves no room for a token, or max_tokens below 1.
+    Errors: ValueError for an empty prompt, one that leaves no room for a token, max_tokens or tree_budget below 1, or a tree without
+        a drafter; NotImplementedError for a tree with a target or drafter that knows none.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens: must be at least 1; got {max_tokens}.")
@@ -83,6 +119,7 @@ def generate(
         raise ValueError("prompt: must hold at least one token; got none.")
     if len(prompt) >= target.max_length:
         raise ValueError(f"prompt: {len(prompt)} tokens leave no room in a context of {target.max_length}. Shorten the prompt.")
+    trees = None if tree_budget is None else _tree_pair(target, drafter, tree_budget=tree_budget)
     step = target.read(prompt, last_logits_only=True)
     (anchor,) = choose_tokens(step.logits_TV[-1:], first_position=target.length, sampling=sampling)
     done = 1
@@ -91,23 +128,52 @@ def generate(
         drafter.observe(step.features_TF)
     while anchor not in eos_ids and done < max_tokens and target.length + 1 < target.max_length:
         start = target.length
-        drafts: list[int] = []
+        # anchor, proposals and bonus: what lies beyond max_tokens or the context could never be used
+        count = 0 if drafter is None else min(drafter.num_drafts, max_tokens - done - 1, target.max_length - start - 2)
+        on_tree = trees if count > 0 else None
+        if on_tree is not None and tree_budget is not None:
+            tree = on_tree[1].propose_tree(anchor, count=count, budget=tree_budget, sampling=sampling)
+            step = on_tree[0].read_tree(anchor, tree)
+        else:
+            tree = chain(drafter.propose(anchor, count=count, sampling=sampling) if drafter is not None and count > 0 else ())
+            step = target.read((anchor, *tree.token_ids))
+        tokens, path = _walk(step.logits_TV, tree, first_position=start + 1, sampling=sampling, eos_ids=eos_ids)
+        committed = path[:len(tokens) - 1]   # the newest token is the next anchor: not read yet, also when it was a proposal that ends the text
+        if on_tree is not None:
+            on_tree[0].keep(committed)
+        else:
+            target.rewind(start + len(tokens))
         if drafter is not None:
-            # anchor, proposals and bonus: what lies beyond max_tokens or the context could never be used
-            count = min(drafter.num_drafts, max_tokens - done - 1, target.max_length - start - 2)
-            drafts = drafter.propose(anchor, count=count, sampling=sampling) if count > 0 else []
-        step = target.read((anchor, *drafts))
-        tokens: list[int] = []
-        matches = 0
-        for t in range(len(drafts) + 1):   # the target's own picks, up to the first that is no proposal, or ends the sequence
-            tokens += choose_tokens(step.logits_TV[t:t + 1], first_position=start + 1 + t, sampling=sampling)
-            is_match = t < len(drafts) and drafts[t] == tokens[t]
-            matches += is_match
-            if not is_match or tokens[t] in eos_ids:
-                break
-        target.rewind(start + len(tokens))
-        if drafter is not None:
-            drafter.observe(step.features_TF[:len(tokens)])
+            drafter.observe(step.features_TF[[0, *(node + 1 for node in committed)]])
         anchor = tokens[-1]
         done += len(tokens)
-        yield Round(tokens=tuple(tokens), num_drafted=len(drafts), num_accepted=matches, stopped=anchor in eos_ids)
+        yield Round(tokens=tuple(tokens), num_drafted=len(tree), num_accepted=len(path), stopped=anchor in eos_ids,
+                    num_positions=None if on_tree is None else count)
+
+
+def _walk(logits_TV: Tensor, tree: DraftTree, *, first_position: int, sampling: Sampling, eos_ids: Collection[int]) -> tuple[list[int], list[int]]:
+    """(the target's own picks, the nodes that they accept): down to the first pick that is no child, or ends the sequence.
+
+    Shapes: logits_TV [1 + nodes, V], row 0 the anchor's.
+    """
+    tokens: list[int] = []
+    path: list[int] = []
+    while True:
+        at = path[-1] if path else ANCHOR
+        tokens += choose_tokens(logits_TV[at + 1:at + 2], first_position=first_position + len(path), sampling=sampling)
+        child = tree.child(at, tokens[-1])
+        if child is not None:
+            path.append(child)
+        if child is None or tokens[-1] in eos_ids:
+            return tokens, path
+
+
+def _tree_pair(target: Target, drafter: Drafter | None, *, tree_budget: int) -> tuple[TreeTarget, TreeDrafter]:
+    """Target and drafter, as parts that know trees."""
+    if tree_budget < 1:
+        raise ValueError(f"tree_budget: must be at least 1; got {tree_budget}. Leave it out for a chain.")
+    if drafter is None:
+        raise ValueError(f"tree_budget: needs a drafter; got {tree_budget} without one.")
+    if isinstance(target, TreeTarget) and isinstance(drafter, TreeDrafter):
+        return target, drafter
+    raise NotImplementedError(f"tree_budget: {type(target).__name__} and {type(drafter).__name__} do not both know draft trees. Leave it out for a chain.")

@@ -18,13 +18,21 @@ def acceptance_length(rounds: Iterable[Round]) -> float:
 
 
 def acceptance_by_position(rounds: Iterable[Round], *, num_drafts: int) -> list[float]:
-    """[k - 1]: of the rounds that drafted at least k tokens, the share that accepted at least k; nan where there is none."""
+    """[k - 1]: of the rounds that could accept k tokens, the share that accepted at least k; nan where there is none.
+
+    A tree that spent its nodes on fewer than k positions counts as one that did not get so far, so chains and trees compare.
+    """
     decode = [r for r in rounds if not r.is_prefill]
     shares = []
     for k in range(1, num_drafts + 1):
-        drafted = [r for r in decode if r.num_drafted >= k]
+        drafted = [r for r in decode if r.max_accepted >= k]
         shares.append(sum(r.num_accepted >= k for r in drafted) / len(drafted) if drafted else float("nan"))
     return shares
+
+
+def counts_of(done: Round) -> list[int]:
+    """A round in numbers: drafted, accepted, tokens; for a tree also the positions it could propose for."""
+    return [done.num_drafted, done.num_accepted, len(done.tokens), *([] if done.num_positions is None else [done.num_positions])]
 
 
 def cut_at_repeat(ids: Sequence[int], *, ngram: int = 8, times: int = 3) -> int:

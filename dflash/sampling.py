@@ -48,12 +48,29 @@ def choose_tokens(logits_TV: Tensor, *, first_position: int, sampling: Sampling)
     """
     if sampling.temperature == 0:
         return [int(row.argmax()) for row in logits_TV]
-    rows = []
-    for t, row in enumerate(logits_TV.float()):
-        block, place = divmod(first_position + t, NOISE_POSITIONS)
-        noise = _noise_block(sampling.seed, block, logits_TV.shape[1], logits_TV.device)[place]
-        rows.append(_sample(row, noise=noise, sampling=sampling))
-    return rows
+    return [_sample(row, noise=_noise(logits_TV, position=first_position + t, sampling=sampling), sampling=sampling)
+            for t, row in enumerate(logits_TV.float())]
+
+
+def candidate_scores(logits_TV: Tensor, *, first_position: int, sampling: Sampling) -> Tensor:
+    """What a draft ranks its candidates by: the first of a row is what `choose_tokens` gives.
+
+    Greedy: the logits. Sampled: with the target's noise of that position, after temperature, top_k and top_p. The target picks the
+    largest noisy score of its own; where its logits are nearly the draft's, its pick is among the draft's largest, and tokens that the
+    noise rules out are not worth a place in a tree, however likely they were before. -inf: dropped by top_k or top_p.
+
+    Shapes: logits_TV [T, V], row t for position first_position + t. Returns [T, V], fp32 when sampled.
+    """
+    if sampling.temperature == 0:
+        return logits_TV
+    return torch.stack([_kept(row / sampling.temperature, sampling) + _noise(logits_TV, position=first_position + t, sampling=sampling)
+                        for t, row in enumerate(logits_TV.float())])
+
+
+def _noise(logits_TV: Tensor, *, position: int, sampling: Sampling) -> Tensor:
+    """[V], for logits of this width and place."""
+    block, place = divmod(position, NOISE_POSITIONS)
+    return _noise_block(sampling.seed, block, logits_TV.shape[1], logits_TV.device)[place]
 
 
 @functools.lru_cache(maxsize=16)
@@ -85,13 +102,18 @@ def _sample(logits_V: Tensor, *, noise: Tensor, sampling: Sampling) -> int:
         found = _sample_top_p(scaled, noise=noise, top_p=sampling.top_p)
         if found is not None:
             return found
-    sorted_V, ids = scaled.sort(descending=True, stable=True)   # stable: of equal logits the lowest id is kept first
+    return int((_kept(scaled, sampling) + noise).argmax())
+
+
+def _kept(scaled_V: Tensor, sampling: Sampling) -> Tensor:
+    """The scores with -inf where top_k or top_p drop a token."""
+    sorted_V, ids = scaled_V.sort(descending=True, stable=True)   # stable: of equal logits the lowest id is kept first
     keep = torch.ones_like(ids, dtype=torch.bool)
     if sampling.top_k is not None:
         keep[sampling.top_k:] = False
     if sampling.top_p < 1:
         probabilities = sorted_V.masked_fill(~keep, -torch.inf).softmax(0)   # top_p counts what top_k left, as in vLLM
         keep &= probabilities.cumsum(0) - probabilities < sampling.top_p     # always keeps the first
-    kept = torch.full_like(scaled, -torch.inf)
-    kept[ids[keep]] = scaled[ids[keep]]
-    return int((kept + noise).argmax())
+    kept = torch.full_like(scaled_V, -torch.inf)
+    kept[ids[keep]] = scaled_V[ids[keep]]
+    return kept

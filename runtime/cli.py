@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     serve.add_argument("--port", type=int, default=8000, help="0 picks a free one (default 8000)")
     serve.add_argument("--name", help="the model's name for clients; default: the directory's")
     serve.add_argument("--no-draft", action="store_true", help="decode without the draft head")
+    serve.add_argument("--tree-budget", type=int, help="decode with draft trees of so many nodes, unless a request says otherwise; default: chains")
     serve.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     serve.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on cpu, bfloat16 on cuda")
     serve.add_argument("--max-running", type=int, default=8, help="requests decoded in turns; the others wait (default 8)")
@@ -111,7 +112,8 @@ def _serve(options: argparse.Namespace) -> None:
             raise ValueError(f"threads: must be at least 1; got {options.threads}.")
         torch.set_num_threads(options.threads)
     with bind(options.host, options.port) as sock:
-        served = load_served(options.out, name=options.name, use_draft=not options.no_draft, device=options.device, dtype=options.dtype)
+        served = load_served(options.out, name=options.name, use_draft=not options.no_draft, device=options.device, dtype=options.dtype,
+                             tree_budget=options.tree_budget)
         print(served.description["draft"], flush=True)
         print(f"{served.name}: {served.description['executor']}, {served.description['device']}, {served.description['dtype']}; "
               f"{served.description['column_rule']}", flush=True)

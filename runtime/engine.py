@@ -17,7 +17,8 @@ from ..dflash.sampling import Sampling
 
 logger = logging.getLogger(__name__)
 
-DecodeMode = Literal["draft", "plain", "plain_one_column"]
+DecodeMode = Literal["draft", "tree", "plain", "plain_one_column"]
+MAX_TREE_BUDGET = 63   # with the anchor 64, the token columns of the widest step
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 
@@ -30,6 +31,7 @@ class Request:
     sampling: Sampling
     eos_ids: frozenset[int]      # tokens that end the answer; empty to ignore them
     decode: DecodeMode           # plain_one_column gives up the column rule: faster without a draft, other last bits
+    tree_budget: int | None = None   # with decode "tree": nodes verified a round; None: as many as the chain has links
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +104,8 @@ class Engine:
         if len(request.prompt) >= self.executor.max_length:
             raise ValueError(f"prompt: {len(request.prompt)} tokens leave no room in the model's context of {self.executor.max_length} tokens. "
                              "Shorten the prompt.")
-        if request.decode == "draft" and self.make_drafter is None:
-            raise ValueError("decode: 'draft' asked for, but this server runs without a draft head. Leave the field out, or start it with one.")
+        if request.decode in ("draft", "tree") and self.make_drafter is None:
+            raise ValueError(f"decode: {request.decode!r} asked for, but this server runs without a draft head. Leave the field out, or start it with one.")
         ticket = Ticket(request=request, listener=listener)
         with self._changed:
             if self._closed or self.failure is not None:
@@ -148,10 +150,11 @@ class Engine:
                 _tell(ticket, Finished(reason="error" if self._failure else "cancelled", error=self._failure))
 
     def _start(self, request: Request) -> Iterator[Round]:
-        drafter = self.make_drafter() if request.decode == "draft" and self.make_drafter is not None else None
+        drafter = self.make_drafter() if request.decode in ("draft", "tree") and self.make_drafter is not None else None
+        budget = (request.tree_budget or drafter.num_drafts) if request.decode == "tree" and drafter is not None else None
         target = self.executor.open(one_column=request.decode == "plain_one_column")
         return generate(target, prompt=request.prompt, drafter=drafter, sampling=request.sampling, max_tokens=request.max_tokens,
-                        eos_ids=request.eos_ids)
+                        eos_ids=request.eos_ids, tree_budget=budget)
 
     def _advance(self, one: "_Live") -> bool:
         """One round of a request; False when it is over."""

@@ -14,6 +14,10 @@ measured when the executor starts: one text is read a tile at a time and a token
 If they differ, tokens are put into the column of their position modulo 8, where every token always has the same place; a step
 that crosses a multiple of 8 then costs two tiles, and `description` says so.
 
+A tree is read path by path, depth first, each branch over the rows of the one before: every node's step is the very step that
+plain decoding would take, so the rule holds for nodes too, at a tile for every leaf instead of one for 8 nodes. That is an oracle's
+price, and the times of trees on this executor say nothing of trees elsewhere; how many nodes are verified is what is counted.
+
 The price of the rule is the dead columns: `open(one_column=True)` gives it up and runs exactly the rows it is asked for.
 
 Legend: R rows (columns of the tile), D hidden, H query heads, G key/value heads, K head dimension, E experts, V vocabulary.
@@ -27,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..dflash.generate import TargetStep
+from ..dflash.tree import ANCHOR, DraftTree
 from .graph import ModelGraph, ModelWeights
 
 TILE = 8
@@ -93,12 +98,39 @@ class ReferenceSequence:
         self.length = 0
         g = executor.graph
         self._cache = torch.zeros(g.num_layers, 2, g.num_kv_heads, 0, g.head_dim, device=executor.device, dtype=executor.dtype)
+        self._tree: Tensor | None = None    # keys and values of the anchor and the nodes of the tree just read, as in the cache
 
     def rewind(self, length: int) -> None:
         """Forget the tokens at positions >= length. Errors: ValueError for a length that is not there."""
         if not 0 <= length <= self.length:
             raise ValueError(f"rewind: must be to 0..{self.length}, the tokens read; got {length}.")
-        self.length = length
+        self.length, self._tree = length, None
+
+    @torch.inference_mode()
+    def read_tree(self, anchor: int, tree: DraftTree) -> TargetStep:
+        """Read an anchor and the nodes below it; `keep` then says which were accepted. Errors: as `read`."""
+        start = self.length
+        logits: dict[int, Tensor] = {}
+        features: dict[int, Tensor] = {}
+        rows: dict[int, Tensor] = {}
+        for run in tree.runs():
+            self.length = first = start + (0 if run[0] == ANCHOR else tree.depths[run[0]])
+            step = self.read([anchor if node == ANCHOR else tree.token_ids[node] for node in run])
+            for t, node in enumerate(run):
+                logits[node], features[node] = step.logits_TV[t], step.features_TF[t]
+                rows[node] = self._cache[:, :, :, first + t].clone()   # the next branch takes its place
+        self.length = start
+        nodes = range(ANCHOR, len(tree))
+        self._tree = torch.stack([rows[node] for node in nodes], dim=3)
+        return TargetStep(logits_TV=torch.stack([logits[node] for node in nodes]), features_TF=torch.stack([features[node] for node in nodes]))
+
+    @torch.inference_mode()
+    def keep(self, path: Sequence[int]) -> None:
+        """Of the tree just read, keep the anchor and these nodes: the rows of plain decoding, put where plain decoding has them."""
+        assert self._tree is not None, "keep needs a tree that was read"
+        stop = self.length + 1 + len(path)
+        self._cache[:, :, :, self.length:stop] = self._tree[:, :, :, [0, *(node + 1 for node in path)]]
+        self.length, self._tree = stop, None
 
     @torch.inference_mode()
     def read(self, ids: Sequence[int], *, last_logits_only: bool = False) -> TargetStep:
@@ -107,6 +139,7 @@ class ReferenceSequence:
             raise ValueError(f"read: token ids lie in 0..{self.executor.graph.vocab_size - 1}; got {list(ids)}.")
         if not ids or self.length + len(ids) > self.max_length:
             raise ValueError(f"read: takes 1 to {self.max_length - self.length} tokens more (context {self.max_length}); got {len(ids)}.")
+        self._tree = None
         self._reserve(self.length + len(ids))
         logits, features = [], []
         for start, stop in self._tiles(len(ids)):

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 
 from kilotok.dflash.generate import TargetStep
 from kilotok.dflash.sampling import Sampling, choose_tokens
+from kilotok.dflash.tree import ANCHOR, DraftTree
 from kilotok.runtime.engine import Engine
 from kilotok.runtime.serve import bind
 from kilotok.runtime.server.app import create_app
@@ -70,6 +71,17 @@ class FakeTarget:
     def rewind(self, length: int) -> None:
         del self.tokens[length:]
 
+    def read_tree(self, anchor: int, tree: DraftTree) -> TargetStep:
+        self.tree, start = (anchor, tree), self.length
+        steps = []
+        for node in range(ANCHOR, len(tree)):
+            steps.append(self.read([anchor, *(tree.token_ids[n] for n in tree.path(node))]))
+            self.rewind(start)
+        return TargetStep(logits_TV=torch.stack([s.logits_TV[-1] for s in steps]), features_TF=torch.stack([s.features_TF[-1] for s in steps]))
+
+    def keep(self, path: Sequence[int]) -> None:
+        self.tokens += [self.tree[0], *(self.tree[1].token_ids[n] for n in path)]
+
 
 @dataclass
 class FakeExecutor:
@@ -101,6 +113,13 @@ class FakeDrafter:
             history += choose_tokens(row_of(history)[None], first_position=len(history), sampling=sampling)
             proposals.append(history[-1])
         return proposals + [0] * (count - len(proposals))   # what follows a wrong one is never looked at
+
+    def propose_tree(self, anchor: int, *, count: int, budget: int, sampling: Sampling) -> DraftTree:
+        """The chain, then siblings of its first token: the target's own pick, and likely ones."""
+        proposals, history = self.propose(anchor, count=count, sampling=sampling)[:budget], [*self._tokens, anchor]
+        pick = choose_tokens(row_of(history)[None], first_position=len(history), sampling=sampling)
+        others = [t for t in dict.fromkeys((*pick, *LIKELY)) if t != proposals[0]][:budget - len(proposals)]
+        return DraftTree(token_ids=(*proposals, *others), parents=(*range(ANCHOR, len(proposals) - 1), *[ANCHOR] * len(others)))
 
 
 class WrongDrafter(FakeDrafter):

@@ -29,37 +29,50 @@ from .slot_pass import slot_pass
 @torch.no_grad()
 def measure_acceptance(
     draft: DraftModel, target: nn.Module, prompts: Mapping[str, Sequence[Prompt]], *, max_tokens: int, eos_ids: Collection[int], max_length: int,
+    tree_budget: int | None = None,
 ) -> dict[str, Any]:
     """By domain and for `all`: acceptance length raw and with repeats cut, acceptance by position, accuracy by slot, rounds, tokens.
 
+    tree_budget: every prompt is also decoded with trees of so many nodes, for `tree`, their acceptance length with repeats cut;
+        the draft's number of proposals makes it comparable with the chain's. None: no trees.
     A prompt without room for max_tokens in the target's context gives as many as there is room for.
     """
-    rounds_of: dict[str, list[list[Round]]] = {d: [] for d in prompts}
+    rounds_of: dict[int | None, dict[str, list[list[Round]]]] = {budget: {d: [] for d in prompts} for budget in (None, tree_budget)}
     correct = {d: torch.zeros(draft.config.block_size) for d in prompts}
     counted = {d: torch.zeros(draft.config.block_size) for d in prompts}
     embedding = target.get_input_embeddings().weight  # type: ignore[operator]
     for domain, some in prompts.items():
         for prompt in some:
             with Taps(target, layer_ids=draft.config.target_layer_ids) as taps:
-                drafter = DFlashDrafter(draft, embedding_VD=embedding, head_VD=head_weight(target))
-                rounds = list(generate(HFTarget(target, taps=taps, max_length=max_length), prompt=prompt.ids, drafter=drafter, sampling=Sampling(),
-                                       max_tokens=max_tokens, eos_ids=eos_ids))
-            rounds_of[domain].append(rounds)
+                for budget, texts in rounds_of.items():
+                    drafter = DFlashDrafter(draft, embedding_VD=embedding, head_VD=head_weight(target))
+                    texts[domain].append(list(generate(
+                        HFTarget(target, taps=taps, max_length=max_length), prompt=prompt.ids, drafter=drafter, sampling=Sampling(), max_tokens=max_tokens,
+                        eos_ids=eos_ids, tree_budget=budget)))
+            rounds = rounds_of[None][domain][-1]
             right, count = _slot_accuracy(draft, target, Response(prompt=prompt.ids, response=tuple(t for r in rounds for t in r.tokens)))
             correct[domain] += right
             counted[domain] += count
-    return {d: _figures([r for part in parts for r in rounds_of[part]], correct=sum(correct[p] for p in parts), counted=sum(counted[p] for p in parts))
-            for d, parts in [*((d, [d]) for d in prompts), ("all", list(prompts))]}
+    measured = {}
+    for d, parts in [*((d, [d]) for d in prompts), ("all", list(prompts))]:
+        texts_of = {budget: [r for part in parts for r in texts[part]] for budget, texts in rounds_of.items()}
+        measured[d] = _figures(texts_of[None], correct=sum(correct[p] for p in parts), counted=sum(counted[p] for p in parts))
+        if tree_budget is not None:
+            measured[d]["tree"] = {"budget": tree_budget, "acceptance_length_repeats_cut": _cut_length(texts_of[tree_budget])}
+    return measured
 
 
 def _figures(texts: Sequence[Sequence[Round]], *, correct: Any, counted: Any) -> dict[str, Any]:
     """Plain numbers for JSON; None where nothing was counted."""
     rounds = [r for text in texts for r in text]
-    cut = [r for text in texts for r in without_repeats(text)]
-    return {"acceptance_length": _or_none(acceptance_length(rounds)), "acceptance_length_repeats_cut": _or_none(acceptance_length(cut)),
+    return {"acceptance_length": _or_none(acceptance_length(rounds)), "acceptance_length_repeats_cut": _cut_length(texts),
             "acceptance_by_position": [_or_none(share) for share in acceptance_by_position(rounds, num_drafts=len(correct) - 1)],
             "accuracy_by_slot": [float(c / n) if n else None for c, n in zip(correct[1:], counted[1:], strict=True)],
             "rounds": sum(not r.is_prefill for r in rounds), "tokens": sum(len(r.tokens) for r in rounds)}
+
+
+def _cut_length(texts: Sequence[Sequence[Round]]) -> float | None:
+    return _or_none(acceptance_length([r for text in texts for r in without_repeats(text)]))
 
 
 def _or_none(figure: float) -> float | None:
@@ -84,15 +97,20 @@ def acceptance_figures(measured: Mapping[str, Any]) -> dict[str, float]:
 
 def acceptance_table(measured: Mapping[str, Any], *, before: Mapping[str, Any] | None = None) -> str:
     """As text: tokens a target forward, bonus included, and the share of rounds that accept the first k drafts."""
+    trees = all("tree" in m for m in measured.values())
     slots = range(1, 1 + len(next(iter(measured.values()))["acceptance_by_position"]))
     second = f"{'prompts':<9} {'':>7} | {'raw':>7} {'no loops':>9} | " + " ".join(f"{k:>5}" for k in slots)
     lines = [f"{'held-out':<9} {'rounds':>7} | {'acceptance length':^17} | share of rounds that accept so many",
-             second + ("" if before is None else " | before (no loops)")]
+             second + (" | tree (no loops)" if trees else "") + ("" if before is None else " | before (no loops)")]
     for domain, m in measured.items():
         line = (f"{domain:<9} {m['rounds']:>7} | {_shown(m['acceptance_length'], 3):>7} {_shown(m['acceptance_length_repeats_cut'], 3):>9} | "
                 + " ".join(f"{_shown(share, 2):>5}" for share in m["acceptance_by_position"]))
+        if trees:
+            line += f" | {_shown(m['tree']['acceptance_length_repeats_cut'], 3):>15}"
         lines.append(line if before is None else f"{line} | {_shown(before[domain]['acceptance_length_repeats_cut'], 3)}")
     lines.append("acceptance length: tokens committed by a target forward, bonus included; no loops: text cut at the third repeat of an 8-gram")
+    if trees:
+        lines.append(f"tree: the same with {next(iter(measured.values()))['tree']['budget']} proposals a round spread over several candidates a position")
     return "\n".join(lines)
 
 

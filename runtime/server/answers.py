@@ -6,6 +6,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...dflash.metrics import counts_of
 from ..engine import DecodeMode
 from .generation import Generation
 
@@ -21,6 +22,7 @@ class Answer:
     fingerprint: str
     seed: int
     decode: DecodeMode
+    tree_budget: int | None     # None: no tree, or one of the head's number of drafts
     include_usage: bool         # of a stream
     return_token_ids: bool
     created: int = field(default_factory=lambda: int(time.time()))
@@ -62,10 +64,10 @@ class Answer:
         return {**chunk, "usage": None} if self.include_usage else chunk
 
     def _extension(self, generation: Generation | None = None) -> dict[str, Any]:
-        known: dict[str, Any] = {"seed": self.seed, "decode": self.decode}
+        known: dict[str, Any] = {"seed": self.seed, "decode": self.decode, **({} if self.tree_budget is None else {"tree_budget": self.tree_budget})}
         if generation is None:
             return known
-        return {**known, "token_ids": generation.token_ids, "rounds": [[r.num_drafted, r.num_accepted, len(r.tokens)] for r in generation.rounds]}
+        return {**known, "token_ids": generation.token_ids, "rounds": [counts_of(r) for r in generation.rounds]}
 
 
 def event(data: dict[str, Any]) -> str:

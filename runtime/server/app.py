@@ -90,9 +90,10 @@ class Service:
 
     async def _submit(self, body: CompletionRequest | ChatRequest, *, arrived: float) -> tuple[Generation, Answer]:
         served = self.served
-        if body.decode == "draft" and served.make_drafter is None:
-            raise ApiError(400, "decode: 'draft' needs a draft head, and this server runs without one. Leave the field out.", param="decode")
-        decode = body.decode or ("plain" if served.make_drafter is None else "draft")
+        if body.decode in ("draft", "tree") and served.make_drafter is None:
+            raise ApiError(400, f"decode: {body.decode!r} needs a draft head, and this server runs without one. Leave the field out.", param="decode")
+        decode = body.decode or served.decode
+        tree_budget = body.tree_budget or served.tree_budget if decode == "tree" else None
         prompt = await asyncio.get_running_loop().run_in_executor(self._encoding, encode_prompt, served.tokenizer, body)
         max_tokens = fit_tokens(body, prompt_tokens=len(prompt), max_length=served.max_length)
         seed = secrets.randbelow(MAX_DRAWN_SEED + 1) if body.seed is None else body.seed
@@ -101,12 +102,13 @@ class Service:
         except ValueError as error:
             raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
         request = EngineRequest(
-            prompt=prompt, max_tokens=max_tokens, eos_ids=frozenset() if body.ignore_eos else served.eos_ids, decode=decode, sampling=sampling)
+            prompt=prompt, max_tokens=max_tokens, eos_ids=frozenset() if body.ignore_eos else served.eos_ids, decode=decode, sampling=sampling,
+            tree_budget=tree_budget)
         generation = Generation(request, engine=self.engine, tokenizer=served.tokenizer, stops=body.stop, metrics=self.metrics, arrived=arrived)
         self._live.add(generation)
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         return generation, Answer(chat=isinstance(body, ChatRequest), model=served.name, fingerprint=served.fingerprint, seed=seed, decode=decode,
-                                  include_usage=include_usage, return_token_ids=body.return_token_ids)
+                                  tree_budget=tree_budget, include_usage=include_usage, return_token_ids=body.return_token_ids)
 
     def _leave(self, generation: Generation) -> None:
         generation.cancel("the client left.")   # without effect on a complete answer

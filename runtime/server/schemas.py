@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from ..engine import DecodeMode
+from ..engine import MAX_TREE_BUDGET, DecodeMode
 from .body import parse_json
 from .errors import ApiError, FieldError, shown, unknown_field
 
@@ -111,6 +111,7 @@ class _Request(_Object):
     stream_options: StreamOptions | None = None
     user: str | None = None
     decode: DecodeMode | None = None
+    tree_budget: int | None = Field(default=None, ge=1, le=MAX_TREE_BUDGET)
     ignore_eos: bool = False
     return_token_ids: bool = False
     n: Annotated[Any, _only(1, remedy="Send several requests.")] = 1
@@ -123,6 +124,12 @@ class _Request(_Object):
     def _options_need_a_stream(self) -> "_Request":
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "only with a stream. Set stream to true, or leave it out.")
+        return self
+
+    @model_validator(mode="after")
+    def _a_budget_needs_a_tree(self) -> "_Request":
+        if self.tree_budget is not None and self.decode != "tree":
+            raise FieldError("tree_budget", "only with decode 'tree'. Set it, or leave the budget out.")
         return self
 
     @property

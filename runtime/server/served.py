@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...dflash.generate import Drafter
-from ..engine import Executor
+from ..engine import DecodeMode, Executor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,3 +20,9 @@ class Served:
     max_length: int                                 # tokens of prompt and answer together
     fingerprint: str                                # system_fingerprint of the answers
     description: dict[str, Any]                     # shown by /health
+    tree_budget: int | None = None                  # nodes of draft trees, which then are the default; None: chains are, and trees have as many nodes
+
+    @property
+    def decode(self) -> DecodeMode:
+        """Of a request that does not say."""
+        return "plain" if self.make_drafter is None else "draft" if self.tree_budget is None else "tree"

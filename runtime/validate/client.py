@@ -197,9 +197,9 @@ class Client:
         if first is None or last is None or finish is None or usage is None or not {"token_ids", "rounds", "decode", "seed"} <= set(said):
             raise RuntimeError(f"server: a stream must end with finish_reason, token_ids, rounds and usage; the answer to {prompt.id} ({mode}) has "
                                f"finish_reason {finish!r}, usage {usage is not None}, and of ours {sorted(said)}. This server speaks another protocol.")
-        for name, asked in (("decode", extensions.get("decode")), ("seed", fields.get("seed"))):
-            if asked is not None and said[name] != asked:
-                raise RuntimeError(f"server: must run what it is asked to; {prompt.id} asked for {name} {asked!r} and got {said[name]!r}. "
+        for name, asked in (*extensions.items(), ("seed", fields.get("seed"))):
+            if asked is not None and said.get(name) != asked:
+                raise RuntimeError(f"server: must run what it is asked to; {prompt.id} asked for {name} {asked!r} and got {said.get(name)!r}. "
                                    "Figures under the wrong name are worse than none.")
         ids = tuple(int(i) for i in said["token_ids"])
         if usage.completion_tokens != len(ids):
@@ -210,19 +210,21 @@ class Client:
                       finish_reason=finish)
 
 
-def rounds_of(triples: Sequence[Sequence[int]], *, token_ids: Sequence[int], where: str) -> tuple[Round, ...]:
-    """Rounds as the decode loop made them, from [num_drafted, num_accepted, num_tokens] and the tokens.
+def rounds_of(counts: Sequence[Sequence[int]], *, token_ids: Sequence[int], where: str) -> tuple[Round, ...]:
+    """Rounds as the decode loop made them, from [num_drafted, num_accepted, num_tokens], of trees also num_positions, and the tokens.
 
     Errors: RuntimeError when the counts cannot be those of a decode loop.
     """
     rounds: list[Round] = []
     start = 0
-    for i, (drafted, accepted, count) in enumerate(triples):
-        possible = (drafted, accepted, count) == (0, 0, 1) if i == 0 else 1 <= count <= drafted + 1 and count - 1 <= accepted <= min(count, drafted)
+    for i, (drafted, accepted, count, *positions) in enumerate(counts):
+        most = min([drafted, *positions])
+        possible = (drafted, accepted, count) == (0, 0, 1) if i == 0 else 1 <= count <= most + 1 and count - 1 <= accepted <= min(count, most)
         if not possible:
             raise RuntimeError(f"server: {where}: round {i} cannot have {drafted} drafted, {accepted} accepted and {count} tokens. "
                                "This is a bug of the server.")
-        rounds.append(Round(tokens=tuple(token_ids[start:start + count]), num_drafted=drafted, num_accepted=accepted, is_prefill=i == 0))
+        rounds.append(Round(tokens=tuple(token_ids[start:start + count]), num_drafted=drafted, num_accepted=accepted, is_prefill=i == 0,
+                            num_positions=positions[0] if positions else None))
         start += count
     if start != len(token_ids) or not rounds:
         raise RuntimeError(f"server: {where}: rounds must add up to the tokens; got {start} in rounds and {len(token_ids)} ids. This is a bug of the server.")

@@ -6,7 +6,7 @@ from typing import Any
 from ...dflash.generate import Round
 from ...dflash.metrics import acceptance_by_position, acceptance_length, without_repeats
 from .client import Answer
-from .probes import DRAFT, PLAIN, PLAIN_ONE_COLUMN, SAMPLED_DRAFT, SAMPLED_PLAIN
+from .probes import DRAFT, PLAIN, PLAIN_ONE_COLUMN, SAMPLED_DRAFT, SAMPLED_PLAIN, SAMPLED_TREE, TREE, WIDE_TREE
 from .prompts import ALL
 from .stats import cost_per_million_tokens, first_difference, not_measured, pooled_speed, reason_of, spread
 
@@ -24,10 +24,10 @@ def of_mode(answers: Sequence[Answer], mode: str) -> list[Answer]:
 def acceptance(answers: Sequence[Answer]) -> dict[str, Any]:
     """Acceptance length, raw and up to the third repeat of an 8-gram, and acceptance by position."""
     rounds = [r for a in answers for r in a.rounds]
-    num_drafts = max((r.num_drafted for r in rounds), default=0)
+    num_drafts = max((r.max_accepted for r in rounds), default=0)
     positions = []
     for k, rate in enumerate(acceptance_by_position(rounds, num_drafts=num_drafts), start=1):
-        drafted = sum(r.num_drafted >= k for r in rounds)
+        drafted = sum(r.max_accepted >= k for r in rounds)
         positions.append({"position": k, "drafted": drafted, "accepted": sum(r.num_accepted >= k for r in rounds), "rate": rate})
     return {"raw": _length(rounds), "repeats_cut": _length([r for a in answers for r in without_repeats(a.rounds)]), "positions": positions}
 
@@ -37,6 +37,15 @@ def _length(rounds: Sequence[Round]) -> dict[str, Any]:
     if not decode:
         return dict(not_measured("no decode round"))
     return {"length": acceptance_length(rounds), "tokens": sum(len(r.tokens) for r in decode), "rounds": len(decode)}
+
+
+def proposing(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Acceptance, and what it costs: tokens that the target reads in a decode round, the anchor included."""
+    decode = [r for a in answers for r in a.rounds if not r.is_prefill]
+    cost: Any = not_measured("no decode round")
+    if decode:
+        cost = {"mean": sum(1 + r.num_drafted for r in decode) / len(decode), "most": max(1 + r.num_drafted for r in decode)}
+    return {"verified": cost, **acceptance(answers)}
 
 
 def speed(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -78,11 +87,16 @@ def summarize(answers: Sequence[Answer], *, no_draft: str | None) -> dict[str, A
     speeds = {mode: by_domain(of_mode(answers, mode), speed) for mode in modes}
     figures: dict[str, Any] = {"speed": speeds, "one_column": compare(answers, mode=PLAIN_ONE_COLUMN, reference=PLAIN)}
     if no_draft is not None:
-        return {**figures, **{name: {kind: not_measured(no_draft) for kind in ("greedy", "sampled")} for name in ("lossless", "acceptance", "speed_up")}}
+        reasons = {kind: not_measured(no_draft) for kind in ("greedy", "sampled")}
+        return {**figures, **dict.fromkeys(("lossless", "acceptance", "speed_up", "trees"), reasons)}
     return {
         **figures,
-        "lossless": {"greedy": compare(answers, mode=DRAFT, reference=PLAIN), "sampled": compare(answers, mode=SAMPLED_DRAFT, reference=SAMPLED_PLAIN)},
+        "lossless": {"greedy": compare(answers, mode=DRAFT, reference=PLAIN), "sampled": compare(answers, mode=SAMPLED_DRAFT, reference=SAMPLED_PLAIN),
+                     "greedy, tree": compare(answers, mode=TREE, reference=PLAIN), "greedy, wide tree": compare(answers, mode=WIDE_TREE, reference=PLAIN),
+                     "sampled, tree": compare(answers, mode=SAMPLED_TREE, reference=SAMPLED_PLAIN)},
         "acceptance": {"greedy": by_domain(of_mode(answers, DRAFT), acceptance), "sampled": by_domain(of_mode(answers, SAMPLED_DRAFT), acceptance)},
+        "trees": {kind: {mode: by_domain(of_mode(answers, mode), proposing) for mode in ways}
+                  for kind, ways in (("greedy", (DRAFT, TREE, WIDE_TREE)), ("sampled", (SAMPLED_DRAFT, SAMPLED_TREE)))},
         "speed_up": {"greedy": speed_up(speeds, draft=DRAFT, plain=(PLAIN, PLAIN_ONE_COLUMN)),
                      "sampled": speed_up(speeds, draft=SAMPLED_DRAFT, plain=(SAMPLED_PLAIN,))}}
 

@@ -85,7 +85,7 @@ def _requests(report: Report) -> str:
     for r in report["requests"]:
         decode = r["rounds"][1:]   # the first is the prefill
         rows.append((r["prompt_id"], r["domain"], r["mode"], str(r["prompt_tokens"]), str(len(r["token_ids"])), str(len(decode)),
-                     str(sum(d for d, _, _ in decode)), str(sum(a for _, a, _ in decode)),
+                     str(sum(d for d, *_ in decode)), str(sum(a for _, a, *_ in decode)),
                      f"{r['first_token_s'] * 1e3:.1f}", f"{r['total_s'] * 1e3:.1f}", r["finish_reason"]))
     table = Table(title="Requests", rows=tuple(rows), header=("prompt", "domain", "mode", "prompt tokens", "tokens", "decode rounds", "drafted", "accepted",
                                                               "first token ms", "total ms", "end"))

@@ -22,18 +22,23 @@ class Mode:
     name: str
     decode: DecodeMode
     sampled: bool
+    tree_budget: int | None = None   # of decode "tree"; None: as many nodes as the chain has links
 
 
 DRAFT, PLAIN, PLAIN_ONE_COLUMN, SAMPLED_DRAFT, SAMPLED_PLAIN = "draft", "plain", "plain one column", "sampled draft", "sampled plain"
+TREE, WIDE_TREE, SAMPLED_TREE = "tree", "wide tree", "sampled tree"
+WIDE_TREE_BUDGET = 15   # with the anchor two tiles of 8 columns
 MODES = (
     Mode(name=DRAFT, decode="draft", sampled=False), Mode(name=PLAIN, decode="plain", sampled=False),
     Mode(name=PLAIN_ONE_COLUMN, decode="plain_one_column", sampled=False),
     Mode(name=SAMPLED_DRAFT, decode="draft", sampled=True), Mode(name=SAMPLED_PLAIN, decode="plain", sampled=True),
+    Mode(name=TREE, decode="tree", sampled=False), Mode(name=WIDE_TREE, decode="tree", sampled=False, tree_budget=WIDE_TREE_BUDGET),
+    Mode(name=SAMPLED_TREE, decode="tree", sampled=True),
 )
 
 
 def modes_for(*, has_draft: bool) -> tuple[Mode, ...]:
-    return tuple(m for m in MODES if has_draft or m.decode != "draft")
+    return tuple(m for m in MODES if has_draft or m.decode not in ("draft", "tree"))
 
 
 def run_probes(client: Client, prompts: Sequence[Prompt], *, modes: Sequence[Mode], max_tokens: int, temperature: float) -> list[Answer]:
@@ -55,7 +60,8 @@ def _ask(client: Client, prompt: Prompt, *, mode: Mode, seed: int, max_tokens: i
     fields: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0}
     if mode.sampled:
         fields.update(temperature=temperature, top_p=TOP_P, seed=seed)
-    return client.ask(prompt, mode=mode.name, fields=fields, extensions={"decode": mode.decode})
+    extensions = {"decode": mode.decode, **({} if mode.tree_budget is None else {"tree_budget": mode.tree_budget})}
+    return client.ask(prompt, mode=mode.name, fields=fields, extensions=extensions)
 
 
 def _speed_text(answer: Answer) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...dflash.checkpoint import DRAFT_DIRECTORY, HELDOUT_PROMPTS
+from ...dflash.metrics import counts_of
 from ...quant.archs import check_model_dir, load_tokenizer
 from ...quant.checkpoint import CheckpointReader
 from ..weights import load_executor
@@ -63,7 +64,7 @@ def validate(options: ValidateOptions, *, command: Sequence[str] | None = None) 
                      "temperature": options.temperature, "top_p": TOP_P, "quality_tokens": options.quality_tokens,
                      "quality_dtype": str(_quality_dtype(options.device)).removeprefix("torch.")},
         "provenance": describe(out, device=options.device, threads=options.threads, health=health),
-        "requests": [{**asdict(a), "rounds": [[r.num_drafted, r.num_accepted, len(r.tokens)] for r in a.rounds]} for a in answers]}
+        "requests": [{**asdict(a), "rounds": [counts_of(r) for r in a.rounds]} for a in answers]}
     if options.price_per_hour is not None:
         report["cost"] = cost(figures["speed"], price_per_hour=options.price_per_hour)
     html = write_report(report, directory=directory)

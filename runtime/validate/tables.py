@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .figures import describe_difference
+from .probes import WIDE_TREE_BUDGET
 from .prompts import ALL
 from .stats import reason_of
 
@@ -59,7 +60,7 @@ def _or_not(figure: Any, key: str, form: str) -> str:
 
 def tables(report: Report) -> list[Table]:
     """Everything but the single requests."""
-    found = [_lossless(report), *_acceptance(report), _speed(report), _speed_up(report), _quality(report)]
+    found = [_lossless(report), *_acceptance(report), _trees(report), _speed(report), _speed_up(report), _quality(report)]
     if "cost" in report:
         found.append(_cost(report["cost"]))
     sizes = [(name.removesuffix("_bytes").replace("_", " "), f"{size:,} bytes" if isinstance(size, int) else f"not measured: {reason_of(size)}")
@@ -106,6 +107,26 @@ def _acceptance(report: Report) -> list[Table]:
         found.append(Table(title="Acceptance by position", header=header, rows=tuple(positions),
                            note="Of the rounds that drafted at least k tokens, the share that accepted at least k."))
     return found
+
+
+def _trees(report: Report) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for kind, ways in report["trees"].items():
+        reason = reason_of(ways)
+        if reason is not None:
+            rows.append((kind, "", f"not measured: {reason}", "", "", ""))
+            continue
+        for domain in next(iter(ways.values())):
+            for way, domains in ways.items():
+                figure = domains[domain]
+                rows.append((kind, domain, way, figure_text(figure["verified"], "mean"), figure_text(figure["raw"], "length"),
+                             figure_text(figure["repeats_cut"], "length")))
+    header = ("decoding", "domain", "proposals", "verified a round", "acceptance length", "repeats cut")
+    return Table(title="Chain against tree", header=header, rows=tuple(rows),
+                 note=f"'draft' is the chain, one proposal a position. A tree has the same number of proposals, a wide tree {WIDE_TREE_BUDGET}, spread over "
+                      "several candidates a position. 'Verified a round' is the mean of the tokens the target reads, the anchor included; a chain is shortened "
+                      "near the end of a text, a tree is not. The reference executor reads a tree path by path, so the speed of trees there says nothing of "
+                      "trees elsewhere.")
 
 
 def _speed(report: Report) -> Table:

@@ -54,7 +54,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("command", "options"), [
-    ("serve", {"--help", "--host", "--port", "--name", "--no-draft", "--device", "--dtype", "--max-running", "--threads"}),
+    ("serve", {"--help", "--host", "--port", "--name", "--no-draft", "--device", "--dtype", "--max-running", "--tree-budget", "--threads"}),
     ("validate", {"--help", "--prompts", "--parent", "--report", "--prompts-per-domain", "--max-tokens", "--quality-tokens", "--temperature",
                   "--price-per-hour", "--threads", "--device"}),
     ("export", {"--help", "--parent"}), ("inspect", {"--help"})])
@@ -97,12 +97,13 @@ def test_options_of_serve_reach_the_loader(loading: Recorder, capsys: pytest.Cap
     threads = torch.get_num_threads()
     try:
         assert kilotok(["serve", "somewhere", "--port", "0"]) == 2 and torch.get_num_threads() == threads
-        assert kilotok(["serve", "x", "--port", "0", "--name", "n", "--no-draft", "--device", "cuda", "--dtype", "bfloat16", "--threads", "3"]) == 2
+        assert kilotok(["serve", "x", "--port", "0", "--name", "n", "--no-draft", "--device", "cuda", "--dtype", "bfloat16", "--threads", "3",
+                        "--tree-budget", "15"]) == 2
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)
-    assert loading.calls == [(Path("somewhere"), {"name": None, "use_draft": True, "device": "cpu", "dtype": None}),
-                             (Path("x"), {"name": "n", "use_draft": False, "device": "cuda", "dtype": "bfloat16"})]
+    assert loading.calls == [(Path("somewhere"), {"name": None, "use_draft": True, "device": "cpu", "dtype": None, "tree_budget": None}),
+                             (Path("x"), {"name": "n", "use_draft": False, "device": "cuda", "dtype": "bfloat16", "tree_budget": 15})]
     assert capsys.readouterr().err == "error: loaded\n" * 2
 
 

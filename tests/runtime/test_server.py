@@ -145,6 +145,10 @@ def test_the_ways_to_decode_agree(server: Running, client: httpx.Client, tempera
     assert len({text_of(a) for a in answers.values()}) == 1
     assert [a["kilotok"]["decode"] for a in answers.values()] == ["draft", "draft", "plain", "plain_one_column"]
     assert opened == [False, False, False, True]
+    trees = [ask(client, decode="tree", temperature=temperature, return_token_ids=True, **budget) for budget in ({}, {"tree_budget": 15})]
+    assert {text_of(a) for a in trees} == {text_of(answers["plain"])}
+    assert [(a["kilotok"]["decode"], a["kilotok"].get("tree_budget")) for a in trees] == [("tree", None), ("tree", 15)]
+    assert [max(r[0] for r in a["kilotok"]["rounds"]) for a in trees] == [7, 15] and all(len(r) == 4 for r in trees[0]["kilotok"]["rounds"][1:-1])
     assert all(r[:2] == [0, 0] and r[2] == 1 for r in answers["plain"]["kilotok"]["rounds"])
     assert len(answers["draft"]["kilotok"]["rounds"]) < len(answers["plain"]["kilotok"]["rounds"])
 

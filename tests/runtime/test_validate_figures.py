@@ -8,7 +8,7 @@ import pytest
 
 from kilotok.quant.archs import load_tokenizer
 from kilotok.runtime.validate.client import Answer, first_text_tokens, has_text_by, rounds_of
-from kilotok.runtime.validate.figures import acceptance, compare, cost, failures_of, speed_up, summarize
+from kilotok.runtime.validate.figures import acceptance, compare, cost, failures_of, proposing, speed_up, summarize
 from kilotok.runtime.validate.probes import MODES
 from kilotok.runtime.validate.stats import cost_per_million_tokens, first_difference, percentile, pooled_speed, spread
 
@@ -83,6 +83,7 @@ def test_a_round_cut_by_the_end_token_may_accept_all_it_emits() -> None:
 
 @pytest.mark.parametrize(("triples", "message"), [
     ([[0, 0, 2]], "round 0 cannot have 0 drafted, 0 accepted and 2 tokens"), ([[7, 0, 1]], "round 0 cannot"), ([[0, 0, 1], [2, 2, 4]], "round 1 cannot"),
+    ([[0, 0, 1], [15, 2, 3, 1]], "round 1 cannot"), ([[0, 0, 1], [1, 2, 3, 7]], "round 1 cannot"),
     ([[0, 0, 1], [7, 0, 2]], "round 1 cannot"), ([[0, 0, 1], [2, 3, 3]], "round 1 cannot"), ([[0, 0, 1], [7, 0, 0]], "round 1 cannot"),
     ([[0, 0, 1], [7, 1, 2]], r"add up to the tokens; got 3 in rounds and 4 ids"), ([], "got 0 in rounds and 4 ids"),
 ])
@@ -151,6 +152,24 @@ def test_summary_of_a_run_with_a_draft() -> None:
     assert figures["speed"]["plain"]["code"]["first_token_s"] == spread([0.5])
     assert figures["speed_up"]["greedy"]["all"] == {"speed_up": 4.0, "against": "plain"}
     assert figures["acceptance"]["sampled"]["math"]["raw"] == {"length": 1.0, "tokens": 2, "rounds": 2}
+    assert {kind: list(ways) for kind, ways in figures["trees"].items()} == {
+        "greedy": ["draft", "tree", "wide tree"], "sampled": ["sampled draft", "sampled tree"]}
+
+
+def test_a_tree_is_charged_for_all_its_nodes_and_compared_by_the_positions_it_could_reach() -> None:
+    """Rounds of 7 nodes for 7 positions and of 15 nodes for 3: 8 and 16 tokens verified, 2 and 4 committed."""
+    tree = answer(ids=list(range(7)), triples=[[0, 0, 1], [7, 1, 2, 7], [15, 3, 4, 3]], mode="tree")
+    figure = proposing([tree])
+    assert figure["verified"] == {"mean": 12.0, "most": 16} and figure["raw"] == {"length": 3.0, "tokens": 6, "rounds": 2}
+    assert [(p["drafted"], p["accepted"]) for p in figure["positions"]] == [(2, 2), (2, 1), (2, 1), (1, 0), (1, 0), (1, 0), (1, 0)]
+    assert proposing([answer(ids=[5])])["verified"] == {"not_measured": "no decode round"}
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("tree", "greedy, tree"), ("wide tree", "greedy, wide tree"), ("sampled tree", "sampled, tree")])
+def test_a_tree_that_changes_a_text_is_a_failure(mode: str, kind: str) -> None:
+    figures = summarize(run_of({**{m.name: [1, 2, 3] for m in MODES}, mode: [1, 9, 3]}), no_draft=None)
+    (failure,) = failures_of(figures)
+    assert failure.startswith(f"not lossless, {kind}: 2 of 2 texts differ with a draft; first code1 at position 1: token id 9, token id 2 in ")
 
 
 def test_one_column_may_differ_but_a_draft_may_not() -> None:
@@ -162,7 +181,7 @@ def test_one_column_may_differ_but_a_draft_may_not() -> None:
 
 
 def test_without_a_draft_nothing_about_drafts_is_a_number() -> None:
-    figures = summarize(run_of({m.name: [1, 2, 3] for m in MODES if m.decode != "draft"}), no_draft="no draft head in out/dflash")
+    figures = summarize(run_of({m.name: [1, 2, 3] for m in MODES if m.decode not in ("draft", "tree")}), no_draft="no draft head in out/dflash")
     reason = {"not_measured": "no draft head in out/dflash"}
-    assert all(figures[name] == {"greedy": reason, "sampled": reason} for name in ("lossless", "acceptance", "speed_up"))
+    assert all(figures[name] == {"greedy": reason, "sampled": reason} for name in ("lossless", "acceptance", "speed_up", "trees"))
     assert set(figures["speed"]) == {"plain", "plain one column", "sampled plain"} and failures_of(figures) == []

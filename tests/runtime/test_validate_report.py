@@ -23,7 +23,8 @@ def answers() -> list[Answer]:
     for i, domain in enumerate(DOMAINS):
         for n in range(3):
             for m in MODES:
-                triples = [[0, 0, 1], [7, 3, 4], [7, 1, 2], [7, 0, 1]] if m.decode == "draft" else [[0, 0, 1]] * 8
+                drafted = {"draft": [[0, 0, 1], [7, 3, 4], [7, 1, 2], [7, 0, 1]], "tree": [[0, 0, 1], [15, 3, 4, 7], [15, 2, 3, 3]]}
+                triples = drafted.get(m.decode, [[0, 0, 1]] * 8)
                 ids = tuple(range(100 * i + n, 100 * i + n + 8))
                 rounds = rounds_of(triples, token_ids=ids, where="x")
                 first = 0.01 * (n + 1)
@@ -34,7 +35,7 @@ def answers() -> list[Answer]:
 
 
 def synthetic(*, no_draft: str | None = None) -> dict[str, Any]:
-    measured = [a for a in answers() if no_draft is None or "draft" not in a.mode]
+    measured = [a for a in answers() if no_draft is None or "plain" in a.mode]
     figures = summarize(measured, no_draft=no_draft)
     domains = {d: {"tokens": 100, "perplexity": 8.5, "parent_perplexity": 8.25, "kl": 0.0123} for d in (*DOMAINS, "all")}
     return {
@@ -117,6 +118,8 @@ def test_the_same_figures_in_all_three_files(written: Path) -> None:
     assert read == json.loads(json.dumps(synthetic()))
     cells = Page((written / "report.html").read_text()).cells
     markdown = (written / "report.md").read_text()
+    for text in ("3.50", "16.00"):
+        assert text in cells and text in markdown, text
     for text in ("2.33", "0.667 (18/27)", "7,000,000 bytes", "1,234,567 bytes", "not measured: no packed expert in the files", "8.2500", "0.01230", "2.02x"):
         assert text in cells and text in markdown, text
 
@@ -124,7 +127,7 @@ def test_the_same_figures_in_all_three_files(written: Path) -> None:
 def test_markdown_rows_are_whole() -> None:
     """No text of the report can end a cell or a row: every table is a rectangle."""
     blocks = [b.splitlines() for b in re.split(r"\n\s*\n", render_markdown(synthetic())) if b.startswith("|")]
-    assert len(blocks) == 11
+    assert len(blocks) == 12
     for lines in blocks:
         assert len({len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in lines}) == 1, lines[0]
     assert "<script" not in render_markdown(synthetic())
@@ -149,7 +152,7 @@ def test_what_was_not_measured_is_said_and_not_drawn(tmp_path: Path) -> None:
     text = write_report(report, directory=tmp_path).read_text()
     assert text.count("<figure>") == 2 and "Acceptance by position" not in text
     cells = Page(text).cells
-    assert cells.count("not measured: no draft head in x/dflash") == 6   # greedy and sampled: lossless, acceptance, speed-up
+    assert cells.count("not measured: no draft head in x/dflash") == 8   # greedy and sampled: lossless, acceptance, trees, speed-up
     assert "not measured: no held-out row has a reference" in cells and "not measured: no decode speed" in cells
 
 

@@ -11,7 +11,8 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-ALLOWED = {"model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "seed", "prompt", "messages", "tools", "decode", "return_token_ids"}
+ALLOWED = {"model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "seed", "prompt", "messages", "tools", "decode", "tree_budget",
+           "return_token_ids"}
 parser = argparse.ArgumentParser()
 parser.add_argument("--lie", default="", help="ID@POSITION@DECODE: change one token of this prompt's text in this mode")
 parser.add_argument("--die-at", type=int, default=0, help="exit in the middle of the n-th answer")
@@ -71,24 +72,29 @@ class Handler(BaseHTTPRequestHandler):
                 ids[int(position)] = 999
         rounds = [[0, 0, 1]]
         while (left := count - sum(r[2] for r in rounds)) > 0:   # two of three drafts are accepted
+            if decode == "tree":   # and three of as many positions of a tree
+                tokens = min(4, left)
+                rounds.append([body.get("tree_budget", 3), tokens - 1, tokens, 3])
+                continue
             tokens = min(3 if decode == "draft" else 1, left)
             rounds.append([3, tokens - 1, tokens] if decode == "draft" else [0, 0, 1])
-        self.stream(ids, rounds if not options.bad_rounds else rounds[:-1], chat=chat, decode=decode, seed=body.get("seed", 7))
+        self.stream(ids, rounds if not options.bad_rounds else rounds[:-1], chat=chat, said={
+            "seed": body.get("seed", 7), "decode": decode, **({"tree_budget": body["tree_budget"]} if "tree_budget" in body else {})})
 
-    def stream(self, ids: list[int], rounds: list[list[int]], *, chat: bool, decode: str, seed: int) -> None:
+    def stream(self, ids: list[int], rounds: list[list[int]], *, chat: bool, said: dict[str, object]) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
 
         def send(choice: dict | None, extra: dict | None = None, usage: dict | None = None) -> None:
             chunk = {"id": "c", "object": "chunk", "created": 0, "model": "stub", "choices": [] if choice is None else [{"index": 0, **choice}],
-                     "kilotok": {"seed": seed, "decode": decode, **(extra or {})}, "usage": usage}
+                     "kilotok": {**said, **(extra or {})}, "usage": usage}
             self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
 
         if chat:
             send({"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
         done = 0
-        for i, (_, _, size) in enumerate(rounds):
+        for i, (_, _, size, *_) in enumerate(rounds):
             time.sleep(0.0005)
             if options.die_at == num_requests and i == 2:
                 print("out of memory, says the stub", file=sys.stderr, flush=True)

@@ -225,6 +225,21 @@ def test_figures_are_pooled_over_rounds_and_loops_are_cut_text_by_text(tiny_mode
     for domain, share in (("a", 1.0), ("b", 3 / 15), ("all", 9 / 21)):
         assert measured[domain]["acceptance_by_position"] == [share] * 3 + [0.0] * 4
     assert acceptance.acceptance_figures(measured) == {"a": 4.0, "b": 1.0, "all": 37 / 19}
+    assert "tree" not in acceptance.acceptance_table(measured) and "tree" not in measured["all"]
+
+
+def test_trees_are_measured_beside_the_chain(tiny_model: nn.Module) -> None:
+    """On a real target: as many tokens of text, in a column of their own."""
+    prompts = {"a": (Prompt(domain="a", ids=(5, 6, 7), row={}),)}
+    how = {"max_tokens": 9, "eos_ids": set(), "max_length": 64}
+    draft = DraftModel(draft_config())
+    draft.initialize(generator=torch.Generator().manual_seed(0), final_norm_D=torch.ones(draft.config.hidden_size))
+    chain, both = (acceptance.measure_acceptance(draft, tiny_model, prompts, tree_budget=budget, **how) for budget in (None, 7))
+    assert {**both["all"], "tree": None} == {**chain["all"], "tree": None}
+    tree = both["all"]["tree"]
+    assert tree["budget"] == 7 and 1 <= tree["acceptance_length_repeats_cut"] <= 8
+    table = acceptance.acceptance_table(both, before=chain)
+    assert "| tree (no loops) | before" in table and f"| {tree['acceptance_length_repeats_cut']:>15.3f} | " in table and "7 proposals a round" in table
 
 
 def write_prompts(path: Path, prompts: Sequence[str]) -> Source:
