@@ -1,5 +1,7 @@
 """One pass of target and draft over packed rows: what training optimizes and held-out accuracy measures."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -12,10 +14,13 @@ from .distill_config import SlotLossConfig
 from .distill_data import DOCUMENTS, IDS, POSITIONS, SUPERVISED
 
 
-def slot_pass(draft: DraftModel, target: nn.Module, batch_B4S: Tensor, *, loss: SlotLossConfig, generator: torch.Generator) -> SlotSums:
+def slot_pass(
+    draft: DraftModel, target: nn.Module, batch_B4S: Tensor, *, loss: SlotLossConfig, generator: torch.Generator,
+    blocks: Callable[..., Tensor] = draft_blocks,
+) -> SlotSums:
     """One forward of target and draft over packed rows: loss and accuracy of the slots of randomly drawn blocks.
 
-    Shapes: batch_B4S as `pack_row` makes it.
+    Shapes: batch_B4S as `pack_row` makes it. blocks: `draft_blocks`, or a sharded draft's `DraftPass`.
     """
     ids, documents, positions = batch_B4S[:, IDS], batch_B4S[:, DOCUMENTS], batch_B4S[:, POSITIONS]
     supervised = batch_B4S[:, SUPERVISED].bool()
@@ -23,8 +28,8 @@ def slot_pass(draft: DraftModel, target: nn.Module, batch_B4S: Tensor, *, loss: 
     valid = valid_anchors(documents, supervised_BS=supervised, positions_BS=positions)
     index, is_valid = draw_anchors(valid, num_anchors=loss.anchors, generator=generator)
     embedding: Tensor = target.get_input_embeddings().weight  # type: ignore[operator]
-    slots = draft_blocks(draft, features_BSF=features, positions_BS=positions, documents_BS=documents, anchor_index_BA=index,
-                         anchor_ids_BA=ids.gather(1, index), embedding_VD=embedding)
+    slots = blocks(draft, features_BSF=features, positions_BS=positions, documents_BS=documents, anchor_index_BA=index,
+                   anchor_ids_BA=ids.gather(1, index), embedding_VD=embedding)
     targets = slot_targets(ids, documents_BS=documents, supervised_BS=supervised, anchor_index_BA=index, anchor_valid_BA=is_valid,
                            block_size=draft.config.block_size)
     return slot_sums(slots, targets=targets, head_VD=head_weight(target), target_hidden_BSD=hidden, kind=loss.kind, gamma=loss.decay_gamma,
