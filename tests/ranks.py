@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 
 
-def on_ranks(world: int, work: Callable[[int], Any], *, folder: Path, timeout_s: float = 60) -> list[Any]:
-    """What `work(rank)` returns on every rank, by way of torch.save in `folder`; fails when a rank fails or hangs."""
+def on_ranks(world: int, work: Callable[[int], Any], *, folder: Path, exit_code: int = 0, timeout_s: float = 120) -> list[Any]:
+    """What `work(rank)` returns on every rank, by way of torch.save in `folder`; fails when a rank fails or hangs.
+
+    exit_code: what the ranks are meant to end with; with another than 0 there is nothing to return.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -25,8 +28,8 @@ def on_ranks(world: int, work: Callable[[int], Any], *, folder: Path, timeout_s:
     codes = [p.exitcode for p in processes]
     for p in processes:
         p.kill()
-    assert codes == [0] * world, f"exit codes {codes}; None: hangs"
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
+    assert codes == [exit_code] * world, f"exit codes {codes}; None: hangs"
+    return [] if exit_code else [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
 
 
 def _rank(rank: int, world: int, port: int, work: Callable[[int], Any], folder: Path) -> None:

@@ -55,7 +55,7 @@ class DistillModule(L.LightningModule):
         self.draft = draft
         self._outside = (target.requires_grad_(False),)   # in a tuple it is no submodule: neither saved nor trained
         self._sharded: tuple[DraftPass, ...] = ()
-        self._weight = torch.zeros(())                    # of the slots since the last step, a rank's mean
+        self._step_sums: SlotSums | None = None           # of all ranks, since the last step
 
     @property
     def target(self) -> nn.Module:
@@ -79,8 +79,10 @@ class DistillModule(L.LightningModule):
         blocks = self._sharded[0] if self._sharded else draft_blocks
         sums = slot_pass(self.draft, self.target, batch_B4S, loss=self.recipe.loss, generator=generator, blocks=blocks)
         joint = self._over_ranks(sums)
-        self._weight = self._weight.to(joint.weight) + joint.weight / self.trainer.world_size
-        loss = joint.loss.detach() / joint.weight.clamp(min=1e-6)
+        if self._step_sums is not None:
+            joint = SlotSums(*(a + b for a, b in zip(self._step_sums, joint, strict=True)))
+        self._step_sums = joint
+        loss = joint.loss / joint.weight.clamp(min=1e-6)
         if not bool(torch.isfinite(loss)):   # of all ranks, so that all of them stop
             raise ValueError(f"train dflash-distill: the loss is {float(loss)} at step {self.global_step}: the run has diverged. "
                              "Start a new --run with lower optim.muon_lr and optim.adamw_lr.")
@@ -98,18 +100,19 @@ class DistillModule(L.LightningModule):
     def _over_ranks(self, sums: SlotSums) -> SlotSums:
         """The sums of all ranks' micro-batches."""
         if self.trainer.world_size == 1:
-            return sums
+            return SlotSums(*(t.detach() for t in sums))
         flat = torch.cat([t.detach().double().flatten() for t in sums])
         total = torch.as_tensor(self.trainer.strategy.reduce(flat, reduce_op="sum")).split([t.numel() for t in sums])
         return SlotSums(*(part.view(t.shape).to(t.dtype) for part, t in zip(total, sums, strict=True)))
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients of the step's sum, averaged over ranks and micro-batches, become those of its mean; before they are clipped."""
-        factor = self._slots * self.recipe.trainer.accumulate_grad_batches / self._weight.clamp(min=1e-6)
+        assert self._step_sums is not None, "a step has at least one micro-batch"
+        factor = self._slots * self.recipe.trainer.accumulate_grad_batches * self.trainer.world_size / self._step_sums.weight.clamp(min=1e-6)
         for parameter in self.draft.parameters():
             if parameter.grad is not None:
                 local(parameter.grad, like=parameter).mul_(factor)
-        self._weight = torch.zeros(())
+        self._step_sums = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         require_finite(self.draft)   # before the file replaces a good one
