@@ -26,9 +26,17 @@ def is_sharded(config: TrainerConfig) -> bool:
     return isinstance(config, ScaleOutConfig) and config.strategy == "fsdp"
 
 
+class _StepCheckpoint(ModelCheckpoint):
+    """A resumed run has the checkpoint of its first step. Lightning would write it again after the first micro-batch, amid an accumulated step."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._last_global_step_saved = trainer.global_step
+
+
 def make_trainer(config: TrainerConfig, *, run_dir: Path, max_grad_norm: float | None, callbacks: list[L.Callback]) -> L.Trainer:
     """Checkpoints every `checkpoint_every_steps` into RUN/checkpoints, one kept, each whole or absent."""
-    checkpoints = ModelCheckpoint(
+    checkpoints = _StepCheckpoint(
         dirpath=run_dir / "checkpoints", filename="step-{step:08d}", auto_insert_metric_name=False, every_n_train_steps=config.checkpoint_every_steps,
         save_top_k=1, enable_version_counter=False)
     sharded = is_sharded(config)
