@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from conftest import export_experts, save_tiny_moe
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
-from conftest import export_experts, save_tiny_moe
 from ranks import on_ranks
 from safetensors.torch import load_file
 from tolerances import assert_equal
@@ -51,7 +51,8 @@ class Lab:
         """The command on `world` connected processes, as torchrun would start it; the run's directory."""
         folder = self.root / name
         folder.mkdir(exist_ok=True)
-        arguments = ["dflash-distill", str(self.recipe), "--run", str(folder / "run"), "--out", str(folder / "draft"), "--trainer.devices", str(world), *options]
+        arguments = ["dflash-distill", str(self.recipe), "--run", str(folder / "run"), "--out", str(folder / "draft"),
+                     "--trainer.devices", str(world), *options]
 
         def work(rank: int) -> None:
             rank_zero_only.rank = rank
@@ -212,7 +213,7 @@ def test_micro_batches_and_ranks_never_share_a_key(lab: Lab) -> None:
                 f.write(f"{key['rank']} {key['index']}\n")
             return real(**key)
 
-        setattr(distill, "anchor_generator", anchors)
+        distill.anchor_generator = anchors
         if not (lab.root / "keys" / f"keys-{rank}").exists():
             stop_at(2, how=kill)(rank)
 

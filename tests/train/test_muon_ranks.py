@@ -157,7 +157,7 @@ def test_a_gradient_placed_in_another_way_is_refused(one_of_four: None) -> None:
     for use_muon in (True, False):
         p = nn.Parameter(DTensor.from_local(seeded((2, 6), 0), mesh, [Shard(0)], run_check=False))
         p.grad = DTensor.from_local(seeded((8, 6), 0), mesh, [Replicate()], run_check=False)
-        with pytest.raises(RuntimeError, match="placed differently .*Make the optimizer after the model is sharded"):
+        with pytest.raises(RuntimeError, match=r"placed differently .*Make the optimizer after the model is sharded"):
             MuonAdamW([{"params": [p], "use_muon": use_muon, "lr": 0.1}]).step()
 
 
