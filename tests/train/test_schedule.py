@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from kilotok.train.distill_config import MuonConfig
+from kilotok.dflash.config import DraftConfig
+from kilotok.dflash.model import DraftModel
+from kilotok.train.distill import DistillModule
+from kilotok.train.distill_config import DistillRecipe, MuonConfig
 from kilotok.train.schedule import Schedule, rate_share, warmup_cosine
 
 
@@ -65,3 +68,17 @@ def test_a_recipes_warm_up_is_steps_or_a_share_of_them() -> None:
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MuonConfig(**options)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_matrices_are_trained_by_the_optimizer_that_is_asked_for(kind: Any) -> None:
+    draft = DraftModel(DraftConfig(hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
+                                   vocab_size=16, target_layer_ids=(0,), num_target_layers=2, mask_token_id=3))
+    optim = MuonConfig(kind=kind, muon_lr=0.5, adamw_lr=0.25, warmup_steps=2)
+    module = DistillModule(DistillRecipe(optim=optim), draft=draft, target=nn.Linear(2, 2))
+    groups = module.configure_optimizers()["optimizer"].param_groups
+    of_parameter = {name: (g["use_muon"], g["initial_lr"], g["lr"]) for g in groups for name in g["param_names"]}
+    assert of_parameter.keys() == {n for n, _ in draft.named_parameters()}
+    for name, p in draft.named_parameters():
+        expected = (True, 0.5, 0.25) if kind == "muon" and p.dim() == 2 else (False, 0.25, 0.125)   # half way up the warm-up of two steps
+        assert of_parameter[name] == expected, name
