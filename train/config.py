@@ -180,12 +180,11 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QATTrainerConfig(TrainerConfig):
-    """What `train qat` has beyond that."""
+class ScaleOutConfig(TrainerConfig):
+    """And over how many devices."""
 
-    strategy: Literal["auto", "fsdp"] = "auto"   # fsdp: masters, gradients and optimizer sharded over all devices (FSDP2)
-    num_nodes: int = 1                           # machines; started by torchrun or SLURM, as Lightning does it
-    gradient_checkpointing: bool = False         # run each decoder layer's forward again in backward instead of keeping its activations
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"   # fsdp: masters, gradients and optimizer sharded over all devices (FSDP2); auto: ddp if several
+    num_nodes: int = 1                                  # machines; started by torchrun or SLURM, as Lightning does it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,6 +194,13 @@ class QATTrainerConfig(TrainerConfig):
     def rows_per_step(self) -> int:
         """Rows of one optimizer step over all devices."""
         return self.batch_size * self.accumulate_grad_batches * self.devices * self.num_nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class QATTrainerConfig(ScaleOutConfig):
+    """What `train qat` has beyond that."""
+
+    gradient_checkpointing: bool = False         # run each decoder layer's forward again in backward instead of keeping its activations
 
 
 @dataclass(frozen=True, kw_only=True)

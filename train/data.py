@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .config import DataConfig, Source
 from .packing import cut_rows, pick_row, spread
+from .sharding import data_parallel_rank, data_parallel_size
 
 T = TypeVar("T")
 HELDOUT_MODULUS = 10
@@ -272,7 +273,7 @@ def step_loader(
 ) -> DataLoader[Tensor]:
     """Batches of this rank from the trainer's global step on, contiguous in the run's row index: step, then rank, then micro-batch, then row."""
     assert trainer is not None, "a data module asks for its loader once it is attached to a trainer"
-    done, world, rank = trainer.global_step, trainer.world_size, trainer.global_rank
+    done, world, rank = trainer.global_step, data_parallel_size(trainer), data_parallel_rank(trainer)
     per_step = batch_size * accumulate
     rows = TrainRows(sources, weights=weights, seed=seed, count=max_steps * world * per_step)
     indices = [(step * world + rank) * per_step + i for step in range(done, max_steps) for i in range(per_step)]

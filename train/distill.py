@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..dflash.anchors import anchor_generator
 from ..dflash.checkpoint import DRAFT_DIRECTORY, HELDOUT_PROMPTS, draft_metadata, read_config, read_draft, read_metadata, target_record, write_draft
 from ..dflash.export import KIND, draft_record
+from ..dflash.loss import SlotSums
 from ..dflash.model import DraftModel
 from ..quant.archs import load_config, load_tokenizer
 from ..quant.checkpoint import end_token_ids, load_exported_model, new_directory, require_free_space, sha256_of_weights
@@ -27,30 +28,50 @@ from .distill_config import DistillRecipe
 from .distill_data import PromptData, RowData
 from .distill_rows import Answers, answer_share, make_rows, start_ranks, store_features
 from .draft_shape import draft_plan, resolve_shape
-from .fit import fit, make_trainer, require_accelerator, with_warmup_cosine
+from .fit import fit, is_sharded, make_trainer, require_accelerator, with_schedule
 from .loggers import quiet_lightning
+from .muon import local
 from .optim import MuonAdamW, parameter_groups
 from .precision import AUTOCAST
 from .prompts import to_jsonl
 from .recipe import RecipeError
 from .run_dir import completed, open_run, rank_zero_print, require_finite, resume_point, write_meta
+from .sharding import data_parallel_rank, shard_draft, whole_draft
 from .slot_pass import slot_pass
 
 LOGGED = ("loss", "accuracy", "first_slot_accuracy", "lr")
 
 
 class DistillModule(L.LightningModule):
-    """Draft, frozen target, loss and optimizer. Checkpoints hold the draft and the optimizer."""
+    """Draft, frozen target, loss and optimizer. Checkpoints hold the draft and the optimizer.
+
+    The loss of a step is one mean over all slots of its rows, on whatever ranks and in whatever micro-batches they are: gradients of sums are
+    added up, and divided once by the weight of the whole step.
+    """
 
     def __init__(self, recipe: DistillRecipe, *, draft: DraftModel, target: nn.Module) -> None:
         super().__init__()
         self.recipe = recipe
         self.draft = draft
         self._outside = (target.requires_grad_(False),)   # in a tuple it is no submodule: neither saved nor trained
+        self._is_prepared = False
+        self._step_sums: SlotSums | None = None           # of all ranks, since the last step
 
     @property
     def target(self) -> nn.Module:
         return self._outside[0]
+
+    def configure_model(self) -> None:
+        """Under FSDP2: shard the draft; on one GPU: compile its layers. Lightning calls it before the optimizer is made, with the processes connected."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        strategy: Any = self.trainer.strategy
+        if is_sharded(self.recipe.trainer):
+            self.draft.to(strategy.root_device)
+            shard_draft(self.draft, mesh=strategy.device_mesh["data_parallel"], compute_dtype=AUTOCAST[self.recipe.trainer.precision])
+        elif strategy.root_device.type == "cuda":
+            self.draft.compile_layers()
 
     def on_fit_start(self) -> None:
         self.target.to(self.device)
@@ -59,20 +80,43 @@ class DistillModule(L.LightningModule):
         t = self.recipe.trainer
         # the micro-batch's index in the run, so that a resumed run draws what the uninterrupted one would have
         index = self.global_step * t.accumulate_grad_batches + batch_idx % t.accumulate_grad_batches
-        generator = anchor_generator(seed=t.seed, rank=self.global_rank, index=index, device=self.device)
-        sums = slot_pass(self.draft, self.target, batch, loss=self.recipe.loss, generator=generator)
-        weight = sums.weight
-        if self.trainer.world_size > 1:   # one denominator for all ranks; gradients are averaged over them
-            weight = torch.as_tensor(self.all_gather(weight)).mean()
-        loss: Tensor = sums.loss / weight.clamp(min=1e-6)
-        if not bool(torch.isfinite(loss.detach())):
-            raise ValueError(f"train dflash-distill: the loss is {float(loss.detach())} at step {self.global_step}: the run has diverged. "
+        generator = anchor_generator(seed=t.seed, rank=data_parallel_rank(self.trainer), index=index, device=self.device)
+        sums = slot_pass(self.draft, self.target, batch, loss=self.recipe.loss, generator=generator, flex=self.device.type == "cuda")
+        joint = self._over_ranks(sums)
+        if self._step_sums is not None:
+            joint = SlotSums(*(a + b for a, b in zip(self._step_sums, joint, strict=True)))
+        self._step_sums = joint
+        loss = joint.loss / joint.weight.clamp(min=1e-6)
+        if not bool(torch.isfinite(loss)):   # of all ranks, so that all of them stop
+            raise ValueError(f"train dflash-distill: the loss is {float(loss)} at step {self.global_step}: the run has diverged. "
                              "Start a new --run with lower optim.muon_lr and optim.adamw_lr.")
-        share = sums.correct_N / sums.count_N.clamp(min=1)
-        self.log("loss", loss.detach(), prog_bar=True)
-        self.log_dict({"accuracy": sums.correct_N.sum() / sums.count_N.sum().clamp(min=1), "first_slot_accuracy": share[1],
+        share = joint.correct_N / joint.count_N.clamp(min=1)
+        self.log("loss", loss, prog_bar=True)
+        self.log_dict({"accuracy": joint.correct_N.sum() / joint.count_N.sum().clamp(min=1), "first_slot_accuracy": share[1],
                        "lr": self.trainer.optimizers[0].param_groups[0]["lr"]})
-        return loss
+        return sums.loss / self._slots
+
+    @property
+    def _slots(self) -> int:
+        """Blocks of a micro-batch: keeps gradients of sums at the size of gradients of means until the step divides them by the weight."""
+        return self.recipe.trainer.batch_size * self.recipe.loss.anchors
+
+    def _over_ranks(self, sums: SlotSums) -> SlotSums:
+        """The sums of all ranks' micro-batches."""
+        if self.trainer.world_size == 1:
+            return SlotSums(*(t.detach() for t in sums))
+        flat = torch.cat([t.detach().double().flatten() for t in sums])
+        total = torch.as_tensor(self.trainer.strategy.reduce(flat, reduce_op="sum")).split([t.numel() for t in sums])
+        return SlotSums(*(part.view(t.shape).to(t.dtype) for part, t in zip(total, sums, strict=True)))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients of the step's sum, averaged over ranks and micro-batches, become those of its mean; before they are clipped."""
+        assert self._step_sums is not None, "a step has at least one micro-batch"
+        factor = self._slots * self.recipe.trainer.accumulate_grad_batches * self.trainer.world_size / self._step_sums.weight.clamp(min=1e-6)
+        for parameter in self.draft.parameters():
+            if parameter.grad is not None:
+                local(parameter.grad, like=parameter).mul_(factor)
+        self._step_sums = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         require_finite(self.draft)   # before the file replaces a good one
@@ -80,9 +124,10 @@ class DistillModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         o, steps = self.recipe.optim, self.recipe.trainer.max_steps
         groups = parameter_groups(self.draft, muon_lr=o.muon_lr, muon_weight_decay=o.muon_weight_decay, adamw_lr=o.adamw_lr,
-                                  adamw_weight_decay=o.adamw_weight_decay, betas=o.betas, momentum=o.momentum)
+                                  adamw_weight_decay=o.adamw_weight_decay, betas=o.betas, momentum=o.momentum,
+                                  adamw_names=[".*"] if o.kind == "adamw" else [])
         optimizer = MuonAdamW(groups)
-        return with_warmup_cosine(optimizer, warmup_steps=o.warmup_steps, max_steps=steps, final_ratio=o.final_lr_ratio)
+        return with_schedule(optimizer, lambda step: o.rate_share(step, max_steps=steps))
 
 
 def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
@@ -133,7 +178,7 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
 
     def measure() -> dict[str, Any]:
         target.to(module.device)
-        return measure_acceptance(draft, target, data.heldout, max_tokens=recipe.data.heldout_new_tokens, eos_ids=eos_ids,
+        return measure_acceptance(whole_draft(draft), target, data.heldout, max_tokens=recipe.data.heldout_new_tokens, eos_ids=eos_ids,
                                   max_length=config.max_position_embeddings)
 
     callbacks: list[L.Callback] = [metrics]
@@ -157,11 +202,12 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     rows_data = RowData(rows, weights=[s.weight for s in recipe.data.train], seed=t.seed, batch_size=t.batch_size, accumulate=t.accumulate_grad_batches,
                         max_steps=t.max_steps)
     fit(trainer, module, data=rows_data, checkpoint=checkpoint, run_dir=run_dir, max_steps=t.max_steps)
+    draft = whole_draft(draft)
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))   # what is measured is what is written
     rank_zero_print("measuring the trained draft on held-out prompts")
-    module.to(device)
+    draft.to(device)
     meta["after"] = measure()
     write_meta(run_dir, meta)   # before the draft is there, so that a kill in between can be told
     if trainer.is_global_zero:

@@ -2,11 +2,12 @@
 
 import importlib.resources
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..dflash.config import Causality
 from ..dflash.loss import SlotLossOptions
-from .config import Source, TrainerConfig, at_least, positive
+from .config import ScaleOutConfig, Source, at_least, positive
+from .schedule import Schedule, rate_share
 from .shares import Share
 
 
@@ -86,19 +87,32 @@ class SlotLossConfig(SlotLossOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig:
-    """Muon for matrices, AdamW for the rest, one warm-up and cosine for both."""
+    """Muon for matrices, AdamW for the rest, one warm-up and schedule for both."""
 
+    kind: Literal["muon", "adamw"] = "muon"        # adamw: matrices too are trained by AdamW, with adamw_lr
     muon_lr: float = 1e-3
     adamw_lr: float = 1e-3
     muon_weight_decay: float = 0.1
     adamw_weight_decay: float = 0.01
     momentum: float = 0.95
     betas: tuple[float, float] = (0.9, 0.95)
+    schedule: Schedule = "cosine"                  # after the warm-up: cosine, linear, constant, or wsd (constant, then linearly down at the end)
     warmup_steps: int = 0
-    final_lr_ratio: float = 0.05
+    warmup_ratio: float | None = None              # warm-up as a share of trainer.max_steps, instead of warmup_steps
+    decay_share: float = 0.2                       # of max_steps, at their end, in which wsd goes down
+    final_lr_ratio: float = 0.05                   # where cosine, linear and wsd end, as a share of the peak rate
     max_grad_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
+        for name, value, known in (("kind", self.kind, ("muon", "adamw")), ("schedule", self.schedule, get_args(Schedule))):
+            if value not in known:
+                raise ValueError(f"optim.{name}: must be one of {', '.join(known)}; got {value!r}.")
+        if self.warmup_ratio is not None and not 0 <= self.warmup_ratio <= 1:
+            raise ValueError(f"optim.warmup_ratio: must lie in [0, 1]; got {self.warmup_ratio}.")
+        if self.warmup_ratio is not None and self.warmup_steps != 0:
+            raise ValueError(f"optim.warmup_ratio: excludes warmup_steps; got {self.warmup_ratio} and {self.warmup_steps}. Give one of the two.")
+        if not 0 < self.decay_share <= 1:
+            raise ValueError(f"optim.decay_share: must lie in (0, 1]; got {self.decay_share}.")
         positive("optim.muon_lr", self.muon_lr)
         positive("optim.adamw_lr", self.adamw_lr)
         for name in ("muon_weight_decay", "adamw_weight_decay", "warmup_steps"):
@@ -109,6 +123,12 @@ class MuonConfig:
             raise ValueError(f"optim.final_lr_ratio: must lie in [0, 1]; got {self.final_lr_ratio}.")
         if self.max_grad_norm is not None:
             positive("optim.max_grad_norm (null for no clipping)", self.max_grad_norm)
+
+    def rate_share(self, step: int, *, max_steps: int) -> float:
+        """Share of the peak rates at `step`."""
+        warmup = self.warmup_steps if self.warmup_ratio is None else round(self.warmup_ratio * max_steps)
+        return rate_share(step, schedule=self.schedule, warmup_steps=warmup, max_steps=max_steps, final_ratio=self.final_lr_ratio,
+                          decay_share=self.decay_share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +142,7 @@ class DistillRecipe:
     loss: SlotLossConfig = field(default_factory=SlotLossConfig)
     optim: MuonConfig = field(default_factory=MuonConfig)
     data: PromptConfig = field(default_factory=PromptConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    trainer: ScaleOutConfig = field(default_factory=ScaleOutConfig)
 
 
 def default_recipe() -> DistillRecipe:
@@ -140,4 +160,4 @@ def default_recipe() -> DistillRecipe:
         data=PromptConfig(
             train=[code, prompts("code"), prompts("math"), prompts("chat"), prompts("agent", tools="tools")],
             heldout=[Source(domain="code", stdlib=True, part="heldout", documents=60), heldout("math"), heldout("chat"), heldout("agent", tools="tools")]),
-        loss=SlotLossConfig(anchors=64), optim=MuonConfig(warmup_steps=20), trainer=TrainerConfig(max_steps=1000, batch_size=8))
+        loss=SlotLossConfig(anchors=64), optim=MuonConfig(warmup_steps=20), trainer=ScaleOutConfig(max_steps=1000, batch_size=8))

@@ -23,7 +23,8 @@ Cost. One state tensor a weight (AdamW: two). For R <= C, 20 R^2 C + 10 R^3 oper
 backward pass over the T tokens that reach the matrix: a share of about 3 R / T to 5 R / T. For experts T is that of one expert,
 so this is not small below several thousand tokens an expert and step.
 
-Data parallel. Every rank does all of the work on the averaged gradients, which are the same everywhere; there is no communication.
+Data parallel. Every rank does all of the work on the averaged gradients, which are the same everywhere; there is no communication. Under FSDP2
+(fully_shard) the same step is done on pieces, see `muon.py`; FSDP1, which flattens parameters, is refused.
 
 Sources: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024 (kellerjordan.github.io/posts/muon);
 J. Liu et al., "Muon is Scalable for LLM Training" (Moonlight), arXiv 2502.16982, section 2.2, for the factor and the weight decay.
@@ -36,12 +37,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
-from muon import zeropower_via_newtonschulz5
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.adamw import adamw
 
-NEWTON_SCHULZ_STEPS = 5   # Jordan's number, for which the quintic's coefficients were chosen
-MATCH_RMS_ADAMW = 0.2     # Moonlight: the RMS of AdamW's steps lies between 0.2 and 0.4
+from .muon import local, muon_step, sharded_over
 
 _MUON_DEFAULTS: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.95, "row_groups": 1}
 _ADAMW_DEFAULTS: dict[str, Any] = {"weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -99,21 +99,17 @@ class MuonAdamW(torch.optim.Optimizer):
                 if p.grad.is_sparse:
                     raise RuntimeError(f"MuonAdamW.step: gradients must be dense; got a sparse one of shape {tuple(p.shape)}. Use Embedding(sparse=False).")
             if group["use_muon"]:
-                for p in params:
-                    self._muon(p, grad=p.grad, group=group)
+                self._muon(params, group=group)
             else:
                 self._adamw(params, group=group)
         return loss
 
-    def _muon(self, p: Tensor, *, grad: Tensor, group: dict[str, Any]) -> None:
-        state, lr = self.state[p], group["lr"]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
-        p.mul_(1 - lr * group["weight_decay"])
-        update = nesterov_orthogonal(grad, momentum=momentum, beta=group["momentum"], row_groups=group["row_groups"])
-        rows, columns = p.size(-2) // group["row_groups"], p.size(-1)
-        p.add_(update, alpha=-lr * MATCH_RMS_ADAMW * math.sqrt(max(rows, columns)))
+    def _muon(self, params: list[Tensor], *, group: dict[str, Any]) -> None:
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        muon_step(params, momenta=[self.state[p]["momentum_buffer"] for p in params], lr=group["lr"], weight_decay=group["weight_decay"],
+                  beta=group["momentum"], row_groups=group["row_groups"])
 
     def _adamw(self, params: list[Tensor], *, group: dict[str, Any]) -> None:
         for p in params:
@@ -121,20 +117,10 @@ class MuonAdamW(torch.optim.Optimizer):
                 # As in torch, the count is a CPU tensor: reading it must not wait for the GPU.
                 self.state[p].update(step=torch.tensor(0.0, dtype=torch.float32), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         states = [self.state[p] for p in params]
-        adamw(params, [p.grad for p in params if p.grad is not None], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [],
-              [s["step"] for s in states], amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+        pieces = [[local(t, like=p) for t in (p, p.grad, s["exp_avg"], s["exp_avg_sq"])] for p, s in zip(params, states, strict=True)]
+        mine, grads, first, second = ([piece[i] for piece in pieces] for i in range(4))
+        adamw(mine, grads, first, second, [], [s["step"] for s in states], amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
               weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)
-
-
-def nesterov_orthogonal(grad: Tensor, *, momentum: Tensor, beta: float, row_groups: int) -> Tensor:
-    """The orthogonalized Nesterov momentum, bf16, of a matrix or of each matrix of a stack.
-
-    Shapes: grad and momentum [R, C] or [E, R, C], R a multiple of row_groups; so is the result.
-    """
-    ahead = grad.lerp(momentum, beta)   # a new tensor: what is left in p.grad is the caller's
-    if row_groups == 1:
-        return zeropower_via_newtonschulz5(ahead, steps=NEWTON_SCHULZ_STEPS)  # type: ignore[no-any-return]
-    return zeropower_via_newtonschulz5(ahead.unflatten(-2, (row_groups, -1)), steps=NEWTON_SCHULZ_STEPS).flatten(-3, -2)  # type: ignore[no-any-return]
 
 
 def parameter_groups(
@@ -151,8 +137,12 @@ def parameter_groups(
     `row_groups` maps a pattern of full names to a number of row groups, as in {r".*\\.gate_up_proj": 2}; others have one.
     Groups without parameters are left out.
 
-    Errors: ValueError if nothing is trainable, if a pattern matches no trainable parameter, or two match one with different numbers.
+    Errors: ValueError if nothing is trainable, if a pattern matches no trainable parameter, or two match one with different numbers;
+        NotImplementedError for a module inside FSDP1.
     """
+    if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
+        raise NotImplementedError("parameter_groups: FSDP1 (FullyShardedDataParallel) flattens parameters, and Muon needs matrices. "
+                                  "Shard with FSDP2: torch.distributed.fsdp.fully_shard.")
     aliases: dict[nn.Parameter, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         if p.requires_grad:
@@ -231,6 +221,8 @@ def _check_parameters(group: dict[str, Any], *, where: str) -> None:
             raise TypeError(f"{where}: {name}: must be real floating point; got {p.dtype}.")
         if group["use_muon"] and p.dim() not in (2, 3):
             raise ValueError(f"{where}: {name}: Muon takes a matrix or a stack of them; got shape {tuple(p.shape)}. Put it in an AdamW group.")
+        if group["use_muon"]:
+            sharded_over(p, where=f"{where}: {name}")
         if group["use_muon"] and p.size(-2) % group["row_groups"]:
             raise ValueError(f"{where}: {name}: the rows must be a multiple of row_groups = {group['row_groups']}; got shape {tuple(p.shape)}. "
                              "Put it in a group of its own.")

@@ -1,9 +1,12 @@
-"""QAT over several devices with FSDP2: parameters, gradients and optimizer in pieces, gathered a decoder layer at a time.
+"""Training over several devices with FSDP2: parameters, gradients and optimizer in pieces, gathered a layer at a time.
 
-Each decoder layer is one FSDP unit; embedding, last norm and head are the root's, which stays gathered between forward and backward, so
+QAT. Each decoder layer is one FSDP unit; embedding, last norm and head are the root's, which stays gathered between forward and backward, so
 that the loss can use the head in chunks. The model is laid out on `meta`, sharded, then every rank reads its own pieces from the
 checkpoint: no rank ever holds the whole model. Fake quantization runs on the gathered layer; which bits it sees does not depend on the
 number of ranks, because the quantizer reads bf16 and that is what is gathered.
+
+Draft. Each of its layers is one FSDP unit, the rest is the root's; its forward is the whole training pass. The frozen target is whole on every
+device: its bytes, no gradient.
 """
 
 import os
@@ -12,12 +15,15 @@ import types
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from ..dflash.model import DraftModel
 from ..quant.checkpoint.shards import ParameterSource, load_sharded
 
 
@@ -55,6 +61,18 @@ class ShardedStrategy(ModelParallelStrategy):
         """Nothing: `save_checkpoint` has removed the older ones."""
 
 
+def data_parallel_rank(trainer: L.Trainer) -> int:
+    """This process's place among those with different data: under a mesh its row, the same for all ranks of a tensor- or context-parallel group."""
+    strategy = trainer.strategy
+    return strategy.device_mesh["data_parallel"].get_local_rank() if isinstance(strategy, ModelParallelStrategy) else trainer.global_rank
+
+
+def data_parallel_size(trainer: L.Trainer) -> int:
+    """How many processes have data of their own."""
+    strategy = trainer.strategy
+    return strategy.device_mesh["data_parallel"].size() if isinstance(strategy, ModelParallelStrategy) else trainer.world_size
+
+
 def _sync(folder: Path) -> None:
     """Flush a folder's files to the disk before it is renamed."""
     for path in folder.iterdir():
@@ -67,12 +85,38 @@ def shard_model(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtyp
 
     compute_dtype: what layers are gathered and computed in; gradients are reduced in fp32. None: the parameters' own.
     """
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32) if compute_dtype is not None else MixedPrecisionPolicy()
+    policy = _policy(compute_dtype)
     body: Any = model.model
     for layer in body.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     model.forward = types.MethodType(_hidden_states, model)   # the root's hooks gather embedding, norm and head around a call of the root
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def _policy(compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy() if compute_dtype is None else MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+
+
+def shard_draft(draft: DraftModel, *, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> None:
+    """Shard a draft over `mesh` (one dim) in place, layer by layer, from the same weights on every rank. compute_dtype: as for `shard_model`."""
+    for layer in draft.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=_policy(compute_dtype))   # type: ignore[arg-type]
+    fully_shard(draft, mesh=mesh, mp_policy=_policy(compute_dtype), reshard_after_forward=False)
+
+
+@torch.no_grad()
+def whole_draft(draft: DraftModel) -> DraftModel:
+    """The draft itself, or a copy with whole weights on every rank when it is sharded (all ranks call it)."""
+    if not any(isinstance(p, DTensor) for p in draft.parameters()):
+        return draft
+    copy = DraftModel(draft.config)
+    for (name, parameter), whole in zip(draft.named_parameters(), copy.parameters(), strict=True):
+        if not isinstance(parameter, DTensor):
+            raise RuntimeError(f"draft: {name} is gathered for a pass that is not over; weights are read between steps.")
+        whole.copy_(parameter.full_tensor())
+    for name in ("draft_ids", "own_head", "own_embedding"):   # of every rank alike
+        setattr(copy, name, getattr(draft, name))
+    return copy.to(next(draft.parameters()).device)
 
 
 def _hidden_states(model: Any, input_ids: Tensor) -> Tensor:

@@ -271,7 +271,7 @@ def make_data(config: DataConfig, tokenizer: Any, *, batch_size: int = 2, accumu
 
 def steps_of(data: TextData, *, done: int = 0, world: int = 1, rank: int = 0) -> list[list[list[int]]]:
     """[step][row] tokens that a rank reads when it starts with `done` steps behind it."""
-    data.trainer = SimpleNamespace(global_step=done, world_size=world, global_rank=rank)   # type: ignore[assignment]
+    data.trainer = SimpleNamespace(strategy=None, global_step=done, world_size=world, global_rank=rank)   # type: ignore[assignment]
     loader = data.train_dataloader()
     assert len(loader) == STEPS * data.accumulate   # the whole run's, restarted or not: Lightning counts the batches before
     batches = [b.tolist() for b in loader]

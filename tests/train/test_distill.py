@@ -375,8 +375,8 @@ def test_two_processes_draw_anchors_of_their_own_and_share_one_denominator(whole
                                   generator=anchor_generator(seed=0, rank=anchor_rank, index=0, device=torch.device("cpu"))))
         weight = sums[0].weight + sums[1].weight
         assert float(sums[0].weight) != float(sums[1].weight)   # else any denominator would do
-        ((sums[0].loss + sums[1].loss) / weight).backward()
-        return float(sums[0].loss.detach() / (weight / 2)), {n: p.grad.clone() for n, p in draft.named_parameters() if p.grad is not None}
+        (sums[0].loss + sums[1].loss).backward()
+        return float((sums[0].loss + sums[1].loss).detach() / weight), {n: p.grad / weight for n, p in draft.named_parameters() if p.grad is not None}
 
     loss, gradients = expected((0, 1))
     assert float(rows_of(tmp_path / "run")[0]["loss"]) == pytest.approx(loss, rel=8 * FP32_EPS)

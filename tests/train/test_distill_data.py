@@ -99,7 +99,7 @@ def test_loader_reads_rows_by_seed_step_and_rank() -> None:
 
     def batches(*, step: int, rank: int) -> list[Tensor]:
         data = RowData(sources, **settings)
-        data.trainer = SimpleNamespace(global_step=step, world_size=2, global_rank=rank)  # type: ignore[assignment]
+        data.trainer = SimpleNamespace(strategy=None, global_step=step, world_size=2, global_rank=rank)  # type: ignore[assignment]
         return list(data.train_dataloader())
 
     by_rank = [batches(step=0, rank=rank) for rank in (0, 1)]
@@ -383,11 +383,13 @@ def test_every_option_of_a_recipe_is_named() -> None:
         "target", "run", "out",
         "draft", *(f"draft.{n}" for n in ("init_from", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
                                           "target_layer_ids", "mask_token_id", "block_size", "sliding_window", "rope_theta")),
-        "loss", *(f"loss.{n}" for n in ("ce_weight", "kl_weight", "z_weight", "weighting", "decay_gamma", "dpace_alpha", "chunk_rows", "anchors")),
-        "optim", *(f"optim.{n}" for n in ("muon_lr", "adamw_lr", "muon_weight_decay", "adamw_weight_decay", "momentum", "betas", "warmup_steps",
-                                          "final_lr_ratio", "max_grad_norm")),
+        "loss", *(f"loss.{n}" for n in ("ce_weight", "kl_weight", "z_weight", "weighting", "decay_gamma", "dpace_alpha", "chunk_rows", "anchors",
+                                        "anchors_by")),
+        "optim", *(f"optim.{n}" for n in ("kind", "muon_lr", "adamw_lr", "muon_weight_decay", "adamw_weight_decay", "momentum", "betas", "schedule",
+                                          "warmup_steps", "warmup_ratio", "decay_share", "final_lr_ratio", "max_grad_norm")),
         "data", *(f"data.{n}" for n in ("train", "heldout", "sequence_length", "prompt_tokens", "prompts_per_document", "max_new_tokens", "temperatures",
                                         "generation_batch", "responses", "endpoint", "endpoint_model", "endpoint_concurrency", "shard", "features",
                                         "heldout_prompts", "heldout_new_tokens")),
         "trainer", *(f"trainer.{n}" for n in ("max_steps", "batch_size", "accumulate_grad_batches", "precision", "accelerator", "devices",
-                                              "checkpoint_every_steps", "log_every_steps", "val_every_steps", "wandb_project", "seed"))]
+                                              "checkpoint_every_steps", "log_every_steps", "val_every_steps", "wandb_project", "seed", "strategy",
+                                              "num_nodes"))]
