@@ -24,14 +24,17 @@ from .distill_data import pack_row
 from .prompts import Prompt
 from .responses import Response
 from .slot_pass import slot_pass
+from .walk import walk_rounds
 
 
 @torch.no_grad()
 def measure_acceptance(
     draft: DraftModel, target: nn.Module, prompts: Mapping[str, Sequence[Prompt]], *, max_tokens: int, eos_ids: Collection[int], max_length: int,
-    tree_budget: int | None = None,
+    tree_budget: int | None = None, texts: Mapping[str, Sequence[Response]] | None = None,
 ) -> dict[str, Any]:
     """By domain and for `all`: acceptance length raw and with repeats cut, acceptance by position, accuracy by slot, rounds, tokens.
+
+    texts: greedy answers of the target, cut at repeats; `walk` is the acceptance length that a draft-verify loop would have had on them.
 
     tree_budget: every prompt is also decoded with trees of so many nodes, for `tree`, their acceptance length with repeats cut;
         the draft's number of proposals makes it comparable with the chain's. None: no trees.
@@ -44,9 +47,9 @@ def measure_acceptance(
     for domain, some in prompts.items():
         for prompt in some:
             with Taps(target, layer_ids=draft.config.target_layer_ids) as taps:
-                for budget, texts in rounds_of.items():
+                for budget, decoded in rounds_of.items():
                     drafter = DFlashDrafter(draft, embedding_VD=embedding, head_VD=head_weight(target))
-                    texts[domain].append(list(generate(
+                    decoded[domain].append(list(generate(
                         HFTarget(target, taps=taps, max_length=max_length), prompt=prompt.ids, drafter=drafter, sampling=Sampling(), max_tokens=max_tokens,
                         eos_ids=eos_ids, tree_budget=budget)))
             rounds = rounds_of[None][domain][-1]
@@ -55,10 +58,16 @@ def measure_acceptance(
             counted[domain] += count
     measured = {}
     for d, parts in [*((d, [d]) for d in prompts), ("all", list(prompts))]:
-        texts_of = {budget: [r for part in parts for r in texts[part]] for budget, texts in rounds_of.items()}
+        texts_of = {budget: [r for part in parts for r in decoded[part]] for budget, decoded in rounds_of.items()}
         measured[d] = _figures(texts_of[None], correct=sum(correct[p] for p in parts), counted=sum(counted[p] for p in parts))
         if tree_budget is not None:
             measured[d]["tree"] = {"budget": tree_budget, "acceptance_length_repeats_cut": _cut_length(texts_of[tree_budget])}
+    if texts:
+        walks = {d: [walk_rounds(draft, target, text) for text in some] for d, some in texts.items()}
+        for d, parts in [*((d, [d]) for d in walks), ("all", list(walks))]:
+            some = [rounds for part in parts for rounds in walks[part]]
+            measured[d]["walk"] = {"texts": len(some), "tokens": sum(len(r.tokens) for rounds in some for r in rounds),
+                                   "acceptance_length": _or_none(acceptance_length(r for rounds in some for r in rounds))}
     return measured
 
 
@@ -90,6 +99,16 @@ def _slot_accuracy(draft: DraftModel, target: nn.Module, text: Response) -> tupl
     return sums.correct_N.cpu(), sums.count_N.cpu()
 
 
+def acceptance_alarm(measured: Mapping[str, Any]) -> str | None:
+    """What to say when not one draft was accepted anywhere, which training alone does not do; None otherwise."""
+    everything = measured["all"]
+    if everything["rounds"] == 0 or everything["acceptance_length"] != 1.0:
+        return None
+    return (f"ALARM: the acceptance length is exactly 1.00 over {everything['rounds']} rounds: not one draft was accepted. That is no weak draft but a wrong one, "
+            "such as other taps, another mask token or embedding, or a draft of another target. Accuracy by slot in RUN/meta.json says whether training "
+            "itself predicts anything.")
+
+
 def acceptance_figures(measured: Mapping[str, Any]) -> dict[str, float]:
     """Acceptance length with repeats cut, by domain."""
     return {d: float("nan") if (length := m["acceptance_length_repeats_cut"]) is None else length for d, m in measured.items()}
@@ -97,20 +116,24 @@ def acceptance_figures(measured: Mapping[str, Any]) -> dict[str, float]:
 
 def acceptance_table(measured: Mapping[str, Any], *, before: Mapping[str, Any] | None = None) -> str:
     """As text: tokens a target forward, bonus included, and the share of rounds that accept the first k drafts."""
-    trees = all("tree" in m for m in measured.values())
+    trees, walks = (all(key in m for m in measured.values()) for key in ("tree", "walk"))
     slots = range(1, 1 + len(next(iter(measured.values()))["acceptance_by_position"]))
     second = f"{'prompts':<9} {'':>7} | {'raw':>7} {'no loops':>9} | " + " ".join(f"{k:>5}" for k in slots)
     lines = [f"{'held-out':<9} {'rounds':>7} | {'acceptance length':^17} | share of rounds that accept so many",
-             second + (" | tree (no loops)" if trees else "") + ("" if before is None else " | before (no loops)")]
+             second + (" | tree (no loops)" if trees else "") + (" | walk (no loops)" if walks else "") + ("" if before is None else " | before (no loops)")]
     for domain, m in measured.items():
         line = (f"{domain:<9} {m['rounds']:>7} | {_shown(m['acceptance_length'], 3):>7} {_shown(m['acceptance_length_repeats_cut'], 3):>9} | "
                 + " ".join(f"{_shown(share, 2):>5}" for share in m["acceptance_by_position"]))
         if trees:
             line += f" | {_shown(m['tree']['acceptance_length_repeats_cut'], 3):>15}"
+        if walks:
+            line += f" | {_shown(m['walk']['acceptance_length'], 3):>15}"
         lines.append(line if before is None else f"{line} | {_shown(before[domain]['acceptance_length_repeats_cut'], 3)}")
     lines.append("acceptance length: tokens committed by a target forward, bonus included; no loops: text cut at the third repeat of an 8-gram")
     if trees:
         lines.append(f"tree: the same with {next(iter(measured.values()))['tree']['budget']} proposals a round spread over several candidates a position")
+    if walks:
+        lines.append(f"walk: on {measured['all']['walk']['texts']} greedy texts by teacher forcing; the columns before are of the draft-verify loop itself")
     return "\n".join(lines)
 
 

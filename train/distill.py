@@ -18,20 +18,23 @@ from ..dflash.checkpoint import DRAFT_DIRECTORY, HELDOUT_PROMPTS, draft_metadata
 from ..dflash.export import KIND, draft_record
 from ..dflash.loss import SlotSums
 from ..dflash.model import DraftModel
+from ..kernels.attention import TILE
 from ..quant.archs import load_config, load_tokenizer
 from ..quant.checkpoint import end_token_ids, load_exported_model, new_directory, require_free_space, sha256_of_weights
 from ..quant.checkpoint.disk import refuse_existing
 from ..quant.checkpoint.run import RUN_METADATA, read_meta, step_of
-from .acceptance import acceptance_figures, acceptance_table, measure_acceptance
+from ..quant.quality import head_weight
+from .acceptance import acceptance_alarm, acceptance_figures, acceptance_table, measure_acceptance
 from .callbacks import HeldoutFigures, MetricsCSV
 from .distill_config import DistillRecipe
-from .distill_data import PromptData, RowData
-from .distill_rows import Answers, answer_share, make_rows, start_ranks, store_features
-from .draft_shape import draft_plan, resolve_shape
+from .distill_data import DOCUMENTS, PromptData, RowData
+from .distill_rows import Answers, answer_share, heldout_texts, make_rows, start_ranks, store_features
+from .draft_shape import choose_draft_ids, draft_plan, resolve_shape
 from .fit import fit, is_sharded, make_trainer, require_accelerator, with_schedule
 from .loggers import quiet_lightning
 from .muon import local
 from .optim import MuonAdamW, parameter_groups
+from .parity import Parity, measure_parity
 from .precision import AUTOCAST
 from .prompts import to_jsonl
 from .recipe import RecipeError
@@ -161,13 +164,15 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
         draft.load_state_dict(read_draft(Path(recipe.draft.init_from), dtype=torch.float32).state_dict())
     else:
         final_norm: Any = target.model.norm  # type: ignore[union-attr]
-        draft.initialize(generator=torch.Generator().manual_seed(t.seed), final_norm_D=final_norm.weight)
+        embedding: Tensor = target.get_input_embeddings().weight  # type: ignore[operator]
+        draft.initialize(generator=torch.Generator().manual_seed(t.seed), final_norm_D=final_norm.weight, mask_row_D=embedding[shape.mask_token_id])
     require_free_space(run_dir, num_bytes=2 * 3 * 4 * sum(p.numel() for p in draft.parameters()),
                        what="train dflash-distill (two checkpoints of draft and optimizer)")
 
     quiet_lightning()
     L.seed_everything(t.seed, verbose=False)
-    module = DistillModule(recipe, draft=draft, target=target)
+    teacher = target if recipe.features_from is None else load_exported_model(Path(recipe.features_from), dtype=autocast or torch.float32)
+    module = DistillModule(recipe, draft=draft, target=teacher)
     record, eos_ids = target_record(target_dir), end_token_ids(target_dir)
     answers = Answers(recipe, data, run_dir=run_dir, target=target, dtype=autocast or torch.float32, target_sha256=record["sha256"], eos_ids=eos_ids,
                       tokenizer=tokenizer, config=config)
@@ -176,10 +181,10 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     metrics = MetricsCSV(run_dir / "metrics.csv", logged=LOGGED, extra=columns, resumed_step=step_of(checkpoint) if checkpoint else 0,
                          every_steps=t.log_every_steps)
 
-    def measure() -> dict[str, Any]:
+    def measure(*, tree_budget: int | None = None) -> dict[str, Any]:
         target.to(module.device)
         return measure_acceptance(whole_draft(draft), target, data.heldout, max_tokens=recipe.data.heldout_new_tokens, eos_ids=eos_ids,
-                                  max_length=config.max_position_embeddings)
+                                  max_length=config.max_position_embeddings, tree_budget=tree_budget, texts=texts)
 
     callbacks: list[L.Callback] = [metrics]
     if t.val_every_steps is not None:
@@ -190,6 +195,13 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     target.to(device)
     rank = start_ranks(trainer)
     rows: list[Any] = make_rows(answers, run_dir=run_dir, meta=meta, rank=rank)
+    texts = heldout_texts(answers, rank=rank)
+    if draft.draft_ids is not None and recipe.draft.init_from is None:
+        draft.draft_ids.copy_(choose_draft_ids(rows, size=len(draft.draft_ids), vocab_size=config.vocab_size, always=eos_ids))
+    parity = _parity(draft, target, rows, recipe=recipe, device=device, max_length=config.max_position_embeddings)
+    meta["parity"] = parity.to_json()
+    rank_zero_print(str(parity))
+    parity.require()
     if recipe.data.features is not None:
         rows = store_features(rows, directory=Path(recipe.data.features), target=target, target_sha256=record["sha256"], layer_ids=shape.target_layer_ids,
                               recipe=recipe, trainer=trainer, rank=rank)
@@ -208,14 +220,28 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
             parameter.copy_(parameter.to(torch.bfloat16))   # what is measured is what is written
     rank_zero_print("measuring the trained draft on held-out prompts")
     draft.to(device)
-    meta["after"] = measure()
+    meta["after"] = measure(tree_budget=recipe.data.heldout_tree_budget)
     write_meta(run_dir, meta)   # before the draft is there, so that a kill in between can be told
     if trainer.is_global_zero:
-        _write(out, draft, meta=meta, data=data)
+        _write(out, draft, meta=meta, data=data, head_VD=head_weight(target))
     _complete(run_dir, meta, out=out)
     rank_zero_print(acceptance_table(meta["after"], before=meta["before"]))
+    if (alarm := acceptance_alarm(meta["after"])) is not None:
+        rank_zero_print(alarm)
     rank_zero_print(f"{out}: draft of {sum(p.numel() for p in draft.parameters()):,} weights written, for target {meta['target']['sha256'][:12]}")
     return meta
+
+
+def _parity(draft: DraftModel, target: nn.Module, rows: list[Any], *, recipe: DistillRecipe, device: torch.device, max_length: int) -> Parity:
+    """Training against serving on the fullest of the first rows; on a GPU the block mask too, with rows and anchors as in training."""
+    first = [row if isinstance(row, Tensor) else row[0] for row in (rows[0][i] for i in range(min(len(rows[0]), 16)))]
+    row = max(first, key=lambda r: int(r[DOCUMENTS].max())).to(device)
+    size = -(-row.shape[1] // TILE) * TILE
+    flex_rows = None
+    if device.type == "cuda" and row.shape[1] == size:
+        flex_rows = torch.stack([first[i % len(first)] for i in range(recipe.trainer.batch_size)]).to(device)
+    return measure_parity(draft.to(device), target, row, max_length=max_length, autocast=AUTOCAST[recipe.trainer.precision], flex_rows=flex_rows,
+                          num_anchors=recipe.loss.anchors)
 
 
 def _complete(run_dir: Path, meta: dict[str, Any], *, out: Path) -> None:
@@ -259,8 +285,8 @@ def _open_run(run_dir: Path, *, recipe: DistillRecipe, data: PromptData, target:
         "target.sha256": f"target: {recipe.target} has changed since {run_dir} was started. Restore it, or start a new run."})
 
 
-def _write(out: Path, draft: DraftModel, *, meta: dict[str, Any], data: PromptData) -> None:
+def _write(out: Path, draft: DraftModel, *, meta: dict[str, Any], data: PromptData, head_VD: Tensor) -> None:
     with new_directory(out) as partial:
-        write_draft(partial, draft, metadata=draft_record(meta, step=meta["max_steps"]))
+        write_draft(partial, draft, metadata=draft_record(meta, step=meta["max_steps"]), head_VD=head_VD)
         (partial / HELDOUT_PROMPTS).write_text(to_jsonl([p for prompts in data.heldout_file.values() for p in prompts]), encoding="utf-8")
 

@@ -58,6 +58,8 @@ class PromptConfig:
     features: str | None = None                    # directory of the target's states, read once before training; null: anew at every step
     heldout_prompts: int = 12                      # a domain, spread evenly over its prompts
     heldout_new_tokens: int = 64                   # decoded for each to measure the acceptance length
+    heldout_texts: int = 0                         # a domain: also measure on so many texts of that length by teacher forcing, which is much faster
+    heldout_tree_budget: int | None = None         # after training also measure trees of so many proposals; num_drafts compares with the chain
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "prompt_tokens", "prompts_per_document", "max_new_tokens", "generation_batch", "endpoint_concurrency",
@@ -69,6 +71,9 @@ class PromptConfig:
             Share.parse(self.shard, where="data.shard")   # its check
             if self.responses is None:
                 raise ValueError(f"data.shard: a share ({self.shard}) is written where the run that trains finds it. Give data.responses, a shared directory.")
+        at_least("data.heldout_texts", self.heldout_texts, 0)
+        if self.heldout_tree_budget is not None:
+            positive("data.heldout_tree_budget (null for no trees)", self.heldout_tree_budget)
         if not self.temperatures or any(not 0 <= t <= 10 for t in self.temperatures):
             raise ValueError(f"data.temperatures: needs at least one, each in 0..10; got {self.temperatures}.")
 
@@ -138,6 +143,7 @@ class DistillRecipe:
     target: str = "."                      # exported directory: the model the draft is for
     run: str = "dflash-run"                # directory to write: recipe.yaml, meta.json, responses/, checkpoints/, metrics.csv
     out: str | None = None                 # where the draft goes; null: TARGET/dflash
+    features_from: str | None = None       # for comparisons only: train on the states of this model, such as the bf16 parent; null: the target's
     draft: DraftShape = field(default_factory=DraftShape)
     loss: SlotLossConfig = field(default_factory=SlotLossConfig)
     optim: MuonConfig = field(default_factory=MuonConfig)

@@ -1,5 +1,6 @@
 """From prompts to what a training step reads: the target's answers, packed rows of them, and on request its states of the rows."""
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ from .distill_data import DOCUMENTS, IDS, POSITIONS, SUPERVISED, PromptData, pac
 from .endpoint import Endpoint, EndpointTarget
 from .features import StoredRows, describe_store, write_features
 from .precision import AUTOCAST
-from .responses import Answerer, Answering, Batch, check_stored, generate_responses, is_complete, make_responses
+from .prompts import pick_heldout
+from .responses import Answerer, Answering, Batch, Response, check_stored, generate_responses, is_complete, make_responses
 from .run_dir import rank_zero_print, write_meta
 from .shares import Share
 from .slot_pass import run_target
@@ -118,6 +120,18 @@ def make_rows(answers: Answers, *, run_dir: Path, meta: dict[str, Any], rank: Sh
     meta["responses"] = counts
     write_meta(run_dir, meta)
     return rows
+
+
+def heldout_texts(answers: Answers, *, rank: Share | None) -> dict[str, list[Response]]:
+    """Greedy answers of the target to held-out prompts, by domain, for acceptance by a walk; kept beside the others. Empty without data.heldout_texts."""
+    d, found = answers.recipe.data, {}
+    for domain, prompts in answers.data.heldout_file.items() if d.heldout_texts else ():
+        how = dataclasses.replace(answers.how[0], directory=answers.root / f"heldout-{domain}", temperatures=(0.0,), max_new_tokens=d.heldout_new_tokens,
+                                  server=None)
+        some = pick_heldout(prompts, limit=d.heldout_texts)
+        check_stored(some, how=how)
+        found[domain] = [r for r in generate_responses(answers.target or _nobody, some, how=how, say=rank_zero_print, share=rank) if r.response]
+    return found
 
 
 def store_features(
