@@ -104,8 +104,8 @@ def acceptance_alarm(measured: Mapping[str, Any]) -> str | None:
     everything = measured["all"]
     if everything["rounds"] == 0 or everything["acceptance_length"] != 1.0:
         return None
-    return (f"ALARM: the acceptance length is exactly 1.00 over {everything['rounds']} rounds: not one draft was accepted. That is no weak draft but a wrong one, "
-            "such as other taps, another mask token or embedding, or a draft of another target. Accuracy by slot in RUN/meta.json says whether training "
+    return (f"ALARM: the acceptance length is exactly 1.00 over {everything['rounds']} rounds: not one draft was accepted. That is no weak draft but a wrong "
+            "one, such as other taps, another mask token or embedding, or a draft of another target. Accuracy by slot in RUN/meta.json says whether training "
             "itself predicts anything.")
 
 
