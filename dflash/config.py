@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Causality = Literal["no", "yes", "sliding"]
+Causality = Literal["never", "always", "sliding"]
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")   # whose angles do not depend on how long the text has become
 
 
@@ -33,7 +33,7 @@ class DraftConfig:
     block_size: int = 8                    # the anchor and the masked slots
     sliding_window: int | None = None      # a slot at q sees context at k with q - k < window; None: all of it
     full_attention_layers: tuple[int, ...] = ()   # with a sliding window: layers that see all of the context all the same
-    causal: Causality = "no"               # whether a slot sees only the slots before it: in no layer, in all, in the sliding ones
+    causal: Causality = "never"               # whether a slot sees only the slots before it: in no layer, in all, in the sliding ones
     rope_theta: float = 1e6
     partial_rotary_factor: float = 1.0     # share of a head's dimensions that turn
     rope_scaling: dict[str, Any] | None = None    # rope_type and its numbers (yarn, linear, llama3), as transformers names them
@@ -80,10 +80,10 @@ class DraftConfig:
             raise ValueError("draft.full_attention_layers: is for drafts with a sliding window; got none. All layers see everything already.")
         if any(not 0 <= i < self.num_hidden_layers for i in self.full_attention_layers):
             raise ValueError(f"draft.full_attention_layers: needs layers in 0..{self.num_hidden_layers - 1}; got {list(self.full_attention_layers)}.")
-        if self.causal not in ("no", "yes", "sliding"):
-            raise ValueError(f"draft.causal: must be no, yes or sliding; got {self.causal!r}.")
+        if self.causal not in ("never", "always", "sliding"):
+            raise ValueError(f"draft.causal: must be never, always or sliding; got {self.causal!r}.")
         if self.causal == "sliding" and (self.sliding_window is None or not self.full_attention_layers):
-            raise ValueError("draft.causal: `sliding` is for drafts with both kinds of layers; with one kind say yes or no.")
+            raise ValueError("draft.causal: `sliding` is for drafts with both kinds of layers; with one kind say always or never.")
         if not 0 < self.partial_rotary_factor <= 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ValueError(f"draft.partial_rotary_factor: must lie in (0, 1] and turn an even number of dimensions; got {self.partial_rotary_factor} "
                              f"of {self.head_dim}.")
@@ -115,7 +115,7 @@ class DraftConfig:
 
     def is_causal(self, layer: int) -> bool:
         """Whether a layer's slots see only the slots before them."""
-        return self.causal == "yes" or (self.causal == "sliding" and self.window_of(layer) is not None)
+        return self.causal == "always" or (self.causal == "sliding" and self.window_of(layer) is not None)
 
     @property
     def context_window(self) -> int | None:
@@ -128,8 +128,8 @@ class DraftConfig:
         dflash: dict[str, Any] = {"target_layer_ids": list(self.target_layer_ids), "mask_token_id": self.mask_token_id, "block_size": self.block_size}
         top: dict[str, Any] = {}
         if self.causal != "sliding":
-            top["is_causal"] = dflash["causal"] = self.causal == "yes"
-        if self.causal == "no" and len(set(is_sliding)) == 1:   # for vLLM use_swa makes every layer sliding and non-causal
+            top["is_causal"] = dflash["causal"] = self.causal == "always"
+        if self.causal == "never" and len(set(is_sliding)) == 1:   # for vLLM use_swa makes every layer sliding and non-causal
             dflash["use_swa"] = is_sliding[0]
         if self.sliding_window is not None:
             dflash["swa_window_size"] = self.sliding_window
@@ -255,9 +255,9 @@ def _attention(raw: dict[str, Any], nested: dict[str, Any], layers: int, where: 
     said = next((v for v in (raw.get("is_causal"), nested.get("causal")) if v is not None), None)   # null is as good as absent
     causal: Causality
     if said is None and any(is_sliding) and "use_swa" not in nested:   # a sliding layer is causal for z-lab, vLLM and SGLang unless something says otherwise
-        causal = "yes" if all(is_sliding) else "sliding"
+        causal = "always" if all(is_sliding) else "sliding"
     else:
-        causal = "yes" if said else "no"
+        causal = "always" if said else "never"
     full = tuple(i for i, s in enumerate(is_sliding) if not s) if window is not None else ()
     return window, full, causal
 
