@@ -17,7 +17,8 @@ from pathlib import Path
 RECIPE = Path(__file__).with_name("distill.yaml")
 OURS = ["--optim.warmup_steps=25"]
 SPECFORGE = ["--optim.kind=adamw", "--optim.adamw_lr=6e-4", "--optim.betas=[0.9,0.999]", "--optim.adamw_weight_decay=0", "--optim.warmup_steps=0",
-             "--optim.warmup_ratio=0.04", "--optim.final_lr_ratio=0", "--loss.ce_weight=1", "--loss.kl_weight=0", "--loss.decay_gamma=7", "--loss.anchors=512", "--loss.anchors_by=token",
+             "--optim.warmup_ratio=0.04", "--optim.final_lr_ratio=0", "--loss.ce_weight=1", "--loss.kl_weight=0", "--loss.decay_gamma=7",
+             "--loss.anchors=512", "--loss.anchors_by=token",
              "--draft.sliding_window=null", "--draft.mask_embedding=false"]
 SPECULATORS = ["--optim.muon_lr=1e-3", "--optim.muon_weight_decay=0.1", "--optim.adamw_lr=1e-3", "--optim.adamw_weight_decay=0.01",
                "--optim.betas=[0.9,0.999]", "--optim.schedule=linear", "--optim.warmup_steps=0", "--optim.warmup_ratio=0.01", "--optim.final_lr_ratio=0",
