@@ -273,6 +273,8 @@ def test_compiled_for_sm_90(shape: Shape) -> None:
     assert len(layer.loops) == 2 * in_layer[0].partitions
     assert layer.loops[0].per_mma_in_blocks <= 17.5 and layer.loops[0].per_mma <= MOST_IN_LAYER.get(shape.name, 18.5), str(layer)
     assert down_kernel.loops[0].per_mma_in_blocks <= 20, str(down_kernel)
+    # Every slot is given back behind a fence: without one its last reads may be under way when TMA writes it again.
+    assert layer.ptx.count("fence.proxy.async.shared::cta") == in_layer[0].partitions * sum(each.parts for each in in_layer)
     assert "red.global.add.f" not in down_kernel.ptx and "atom.global.add.f" not in down_kernel.ptx
 
 
