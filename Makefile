@@ -6,10 +6,12 @@ STAMP := $(VENV)/.installed
 
 .PHONY: demo test lint clean
 
+# dflash: z-lab's own reader of drafts, for one test; without its dependencies, which it pins to other versions than ours.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,serve]'
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt dflash
 	touch $@
 
 # The pocket model through the whole pipeline on a CPU: QAT, export, re-read, one table. Rebuilds build/demo.
