@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..kernels.attention import BlockPlan, attend_blocks, block_plan
 from .config import DraftConfig
@@ -61,9 +63,6 @@ def rotary_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
     c, half = config, config.rotary_dim // 2
     if c.rope_scaling is None:
         return c.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half), 1.0
-    from transformers import Qwen3Config
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     hf: Any = Qwen3Config(hidden_size=c.hidden_size, num_attention_heads=c.num_attention_heads, head_dim=c.head_dim,
                           max_position_embeddings=c.max_position_embeddings)
     hf.rope_parameters = {"rope_theta": c.rope_theta, "partial_rotary_factor": c.partial_rotary_factor, **c.rope_scaling}
