@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,7 +120,8 @@ def test_a_walk_of_a_model_has_the_rounds_of_its_loop(changes: dict[str, Any], t
         prompt = tuple(torch.randint(0, SMALL, (3 + 5 * seed,), generator=torch.Generator().manual_seed(seed)).tolist())
         with Taps(target, layer_ids=(0, 1)) as taps, torch.no_grad():
             drafter = DFlashDrafter(draft, embedding_VD=target.get_input_embeddings().weight, head_VD=head_weight(target))
-            expected = list(generate(HFTarget(target, taps=taps, max_length=512), prompt=prompt, drafter=drafter, sampling=Sampling(), max_tokens=40, eos_ids=()))
+            expected = list(generate(HFTarget(target, taps=taps, max_length=512), prompt=prompt, drafter=drafter, sampling=Sampling(), max_tokens=40,
+                                     eos_ids=()))
         text = tuple(t for r in expected for t in r.tokens)
         assert walk_rounds(draft, target, Response(prompt=prompt, response=text)) == expected
         rounds += expected
