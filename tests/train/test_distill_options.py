@@ -16,9 +16,15 @@ from safetensors.torch import load_file
 from tolerances import assert_equal
 
 from kilotok.dflash.checkpoint import read_config, read_draft
+from kilotok.dflash.config import DraftConfig
+from kilotok.dflash.model import DraftModel
+from kilotok.quant.checkpoint import load_exported_model
 from kilotok.quant.checkpoint.run import read_checkpoint
 from kilotok.train import distill
 from kilotok.train.cli import main as train
+from kilotok.train.distill_config import SlotLossConfig
+from kilotok.train.distill_data import pack_row
+from kilotok.train.responses import Response
 from kilotok.train.slot_pass import slot_pass
 
 DRAFT_VOCABULARY = 40
@@ -117,6 +123,26 @@ def test_a_warm_start_keeps_a_head_and_an_embedding_of_the_drafts_own(lab: Lab, 
     written = load_file(lab.draft("brought") / "model.safetensors")
     assert_equal(written["lm_head.weight"], embedding.flip(1), bits=True)
     assert_equal(written["embed_tokens.weight"], embedding * 2, bits=True)
+
+
+@pytest.mark.parametrize("draft_ids", [None, range(0, 4096, 3)], ids=["all tokens", "reduced vocabulary"])
+def test_the_teacher_keeps_the_target_s_head_beside_one_of_the_draft_s_own(draft_ids: range | None, lab: Lab) -> None:
+    """A head of twice the target's weights is the target's with twice the logits, to the bit; a teacher with the draft's head would be another."""
+    target: Any = load_exported_model(lab.root / "target", dtype=torch.float32)
+    row = pack_row([Response(prompt=(5, 6, 7), response=tuple(range(9, 40)))], length=40, pad_id=0).unsqueeze(0)
+    losses = []
+    for multiplier, factor in ((2.0, None), (1.0, 2.0)):
+        draft = DraftModel(DraftConfig(
+            hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=4096,
+            target_layer_ids=(0, 1), num_target_layers=2, mask_token_id=3, output_multiplier=multiplier,
+            draft_vocab_size=None if draft_ids is None else len(draft_ids)))
+        draft.initialize(generator=torch.Generator().manual_seed(0), final_norm_D=target.model.norm.weight)
+        if draft_ids is not None:
+            draft.draft_ids = torch.tensor(draft_ids)
+        if factor is not None:
+            draft.own_head = factor * draft.head_rows(target.lm_head.weight.detach())
+        losses.append(slot_pass(draft, target, row, loss=SlotLossConfig(ce_weight=0, kl_weight=1, anchors=8), generator=torch.Generator().manual_seed(0)).loss)
+    assert float(losses[0].detach()) > 0 and torch.equal(losses[0], losses[1])
 
 
 def test_texts_and_trees_are_measured_and_the_texts_reused_on_resume(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
