@@ -163,6 +163,10 @@ class Blocks(NamedTuple):
 class DraftModel(nn.Module):
     """The draft head's trained tensors, 11 a layer and 3, under their published names; options add theirs."""
 
+    draft_ids: Tensor | None
+    own_head: Tensor | None
+    own_embedding: Tensor | None
+
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
