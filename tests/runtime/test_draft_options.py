@@ -124,7 +124,7 @@ def test_inspect_shows_its_conventions(out: Path, capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     sha256 = target_record(out)["sha256"][:12]
     assert text[text.index("  draft head"):] == (
-        "  draft head    in dflash/: 2 layers, hidden 64, 30 tensors, 46,280 weights\n"
+        "  draft head    in dflash/: 2 layers, hidden 64, 30 tensors, 45,896 weights\n"
         "    block       8 tokens, the anchor and 7 drafts\n"
         "    attention   window 16, layers [1] full, causal in layers with the window, 4 heads of 16, 2 KV, sinks, values times 0.5\n"
         "    rope        theta 50000, 8 of 16 dimensions turn, yarn (factor 4.0, original_max_position_embeddings 128)\n"
@@ -143,8 +143,9 @@ def test_inspect_shows_the_shipped_draft_and_none(out: Path, pocket: Path, tmp_p
     (tmp_path / "dflash").symlink_to(pocket.parent / "draft")
     assert kilotok(["inspect", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "\n    attention   window 128, non-causal, 8 heads of 32, 4 KV\n    rope        theta 10000\n    taps        outputs of layers [2, 4, 5] of 6\n" in text
-    assert text.endswith("    mask token  3, the row of the embedding\n    embedding   of the target\n    logits      all 4,096 tokens, the head of the target\n"
+    assert "\n    attention   window 128, non-causal, 8 heads of 32, 4 KV\n    rope        theta 10000\n" in text
+    assert text.endswith("    taps        outputs of layers [2, 4, 5] of 6\n    mask token  3, the row of the embedding\n    embedding   of the target\n"
+                         "    logits      all 4,096 tokens, the head of the target\n"
                          "    made for    pocket-mxfp4 (weights 12b2b1e8b804, scale_mode even), step 3000 of 4200\n")
 
 
