@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Causality = Literal["no", "yes", "sliding"]
+Causality = Literal["never", "always", "sliding"]
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")   # whose angles do not depend on how long the text has become
 
 
@@ -33,7 +33,7 @@ class DraftConfig:
     block_size: int = 8                    # the anchor and the masked slots
     sliding_window: int | None = None      # a slot at q sees context at k with q - k < window; None: all of it
     full_attention_layers: tuple[int, ...] = ()   # with a sliding window: layers that see all of the context all the same
-    causal: Causality = "no"               # whether a slot sees only the slots before it: in no layer, in all, in the sliding ones
+    causal: Causality = "never"               # whether a slot sees only the slots before it: in no layer, in all, in the sliding ones
     rope_theta: float = 1e6
     partial_rotary_factor: float = 1.0     # share of a head's dimensions that turn
     rope_scaling: dict[str, Any] | None = None    # rope_type and its numbers (yarn, linear, llama3), as transformers names them
@@ -78,15 +78,20 @@ class DraftConfig:
     def _check_options(self) -> None:
         if self.sliding_window is None and self.full_attention_layers:
             raise ValueError("draft.full_attention_layers: is for drafts with a sliding window; got none. All layers see everything already.")
-        if any(not 0 <= i < self.num_hidden_layers for i in self.full_attention_layers):
-            raise ValueError(f"draft.full_attention_layers: needs layers in 0..{self.num_hidden_layers - 1}; got {list(self.full_attention_layers)}.")
-        if self.causal not in ("no", "yes", "sliding"):
-            raise ValueError(f"draft.causal: must be no, yes or sliding; got {self.causal!r}.")
+        full = self.full_attention_layers
+        if any(not 0 <= i < self.num_hidden_layers for i in full) or list(full) != sorted(set(full)):
+            raise ValueError(f"draft.full_attention_layers: needs layers in 0..{self.num_hidden_layers - 1}, ascending; got {list(full)}.")
+        if len(full) == self.num_hidden_layers:
+            raise ValueError("draft.full_attention_layers: names every layer, so that none slides. Leave sliding_window out.")
+        if self.causal not in ("never", "always", "sliding"):
+            raise ValueError(f"draft.causal: must be never, always or sliding; got {self.causal!r}.")
         if self.causal == "sliding" and (self.sliding_window is None or not self.full_attention_layers):
-            raise ValueError("draft.causal: `sliding` is for drafts with both kinds of layers; with one kind say yes or no.")
+            raise ValueError("draft.causal: `sliding` is for drafts with both kinds of layers; with one kind say always or never.")
         if not 0 < self.partial_rotary_factor <= 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ValueError(f"draft.partial_rotary_factor: must lie in (0, 1] and turn an even number of dimensions; got {self.partial_rotary_factor} "
                              f"of {self.head_dim}.")
+        if self.rope_scaling is not None and self.rope_scaling.get("rope_type") not in ROPE_TYPES[1:]:
+            raise ValueError(f"draft.rope_scaling: needs a rope_type of {', '.join(ROPE_TYPES[1:])}; got {self.rope_scaling.get('rope_type')!r}.")
         for name in ("attention_value_scale", "input_embedding_scale", "output_multiplier"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"draft.{name}: must be positive; got {getattr(self, name)}.")
@@ -115,7 +120,7 @@ class DraftConfig:
 
     def is_causal(self, layer: int) -> bool:
         """Whether a layer's slots see only the slots before them."""
-        return self.causal == "yes" or (self.causal == "sliding" and self.window_of(layer) is not None)
+        return self.causal == "always" or (self.causal == "sliding" and self.window_of(layer) is not None)
 
     @property
     def context_window(self) -> int | None:
@@ -128,8 +133,8 @@ class DraftConfig:
         dflash: dict[str, Any] = {"target_layer_ids": list(self.target_layer_ids), "mask_token_id": self.mask_token_id, "block_size": self.block_size}
         top: dict[str, Any] = {}
         if self.causal != "sliding":
-            top["is_causal"] = dflash["causal"] = self.causal == "yes"
-        if self.causal == "no" and len(set(is_sliding)) == 1:   # for vLLM use_swa makes every layer sliding and non-causal
+            top["is_causal"] = dflash["causal"] = self.causal == "always"
+        if self.causal == "never" and len(set(is_sliding)) == 1:   # for vLLM use_swa makes every layer sliding and non-causal
             dflash["use_swa"] = is_sliding[0]
         if self.sliding_window is not None:
             dflash["swa_window_size"] = self.sliding_window
@@ -171,11 +176,10 @@ class DraftConfig:
             raise ValueError(f"{where}: no dflash_config section. This is not the config.json of a DFlash draft.")
         _refuse_unknown_conventions(raw, nested, where=where)
         layers = _need(raw, "num_hidden_layers", where)
-        rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+        rope = _rope(raw, where=where)
         theta = _agree(where, {"rope_theta": raw.get("rope_theta"), "rope_parameters.rope_theta": rope.pop("rope_theta", None)})
         partial = _agree(where, {"partial_rotary_factor": raw.get("partial_rotary_factor"), "rope_parameters.partial_rotary_factor":
                                  rope.pop("partial_rotary_factor", None)})
-        kind = rope.setdefault("rope_type", rope.pop("type", "default"))
         block = _agree(where, {"block_size": raw.get("block_size"), "dflash_config.block_size": nested.get("block_size")})
         window, full, causal = _attention(raw, nested, layers, where)
 
@@ -192,7 +196,7 @@ class DraftConfig:
             mask_token_id=_need(nested, "mask_token_id", where), block_size=_given(block, "block_size", where),
             sliding_window=window, full_attention_layers=full, causal=causal,
             rope_theta=float(_given(theta, "rope_theta", where)), partial_rotary_factor=1.0 if partial is None else partial,
-            rope_scaling=None if kind == "default" else rope, rms_norm_eps=_need(raw, "rms_norm_eps", where),
+            rope_scaling=None if rope["rope_type"] == "default" else rope, rms_norm_eps=_need(raw, "rms_norm_eps", where),
             max_position_embeddings=_need(raw, "max_position_embeddings", where), attention_sinks=option("attention_sink_bias", False),
             attention_value_scale=option("attention_value_scale", 1.0), input_embedding_scale=option("input_embedding_scale", 1.0),
             output_multiplier=option("output_multiplier", 1.0), logit_softcap=option("final_logit_softcapping", None),
@@ -220,8 +224,7 @@ def _refuse_unknown_conventions(raw: dict[str, Any], nested: dict[str, Any], *, 
         raise NotImplementedError(f"{where}: is a DFlash2 draft, which adds convolutions and a candidate selector; this reader knows DFlashDraftModel.")
     if architecture != "DFlashDraftModel":
         raise NotImplementedError(f"{where}: architecture {architecture!r}; this reader knows DFlashDraftModel.")
-    if raw.get("is_causal") is False and nested.get("causal"):
-        raise ValueError(f"{where}: is_causal false and dflash_config.causal true contradict each other; engines would read it differently.")
+    _agree(where, {"is_causal": raw.get("is_causal"), "dflash_config.causal": nested.get("causal")})
     unknown = set(raw.get("layer_types") or []) - {"full_attention", "sliding_attention"}
     if unknown:
         raise NotImplementedError(f"{where}: layer_types has {sorted(unknown)[0]!r}; full_attention and sliding_attention are supported.")
@@ -237,6 +240,16 @@ def _refuse_unknown_conventions(raw: dict[str, Any], nested: dict[str, Any], *, 
             raise NotImplementedError(f"{where}: rope {kind!r}; {', '.join(ROPE_TYPES)} are supported.")
     if raw.get("attention_bias") or raw.get("hidden_act", "silu") != "silu":
         raise NotImplementedError(f"{where}: attention_bias and activations other than silu are not supported.")
+
+
+def _rope(raw: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """The numbers of rope_scaling and rope_parameters, which must agree where both have one, with their rope_type."""
+    sections = {name: dict(raw.get(name) or {}) for name in ("rope_scaling", "rope_parameters")}
+    for section in sections.values():
+        if "type" in section:
+            section.setdefault("rope_type", section.pop("type"))   # its old name
+    merged = {key: _agree(where, {f"{name}.{key}": section.get(key) for name, section in sections.items()}) for key in set().union(*sections.values())}
+    return {"rope_type": "default", **{key: value for key, value in merged.items() if value is not None}}
 
 
 def _attention(raw: dict[str, Any], nested: dict[str, Any], layers: int, where: str) -> tuple[int | None, tuple[int, ...], Causality]:
@@ -255,9 +268,9 @@ def _attention(raw: dict[str, Any], nested: dict[str, Any], layers: int, where: 
     said = next((v for v in (raw.get("is_causal"), nested.get("causal")) if v is not None), None)   # null is as good as absent
     causal: Causality
     if said is None and any(is_sliding) and "use_swa" not in nested:   # a sliding layer is causal for z-lab, vLLM and SGLang unless something says otherwise
-        causal = "yes" if all(is_sliding) else "sliding"
+        causal = "always" if all(is_sliding) else "sliding"
     else:
-        causal = "yes" if said else "no"
+        causal = "always" if said else "never"
     full = tuple(i for i, s in enumerate(is_sliding) if not s) if window is not None else ()
     return window, full, causal
 
@@ -292,6 +305,6 @@ def _given(value: Any, key: str, where: str) -> Any:
 def _agree(where: str, values: dict[str, Any]) -> Any:
     """The one value given under several names; None when under none."""
     given = {k: v for k, v in values.items() if v is not None}
-    if len(set(given.values())) > 1:
+    if any(value != first for first in list(given.values())[:1] for value in given.values()):
         raise ValueError(f"{where}: {' and '.join(f'{k} {v}' for k, v in given.items())} contradict each other; engines would read it differently.")
     return next(iter(given.values()), None)

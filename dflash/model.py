@@ -58,16 +58,17 @@ class Rotation(NamedTuple):
 
 def rotary_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
     """(radians a position, fp64 [rotary_dim / 2], factor of cosine and sine). Scaled kinds are transformers' own, which computes them in fp32."""
-    c, half = config, config.rotary_dim // 2
+    c, half, cpu = config, config.rotary_dim // 2, torch.device("cpu")   # real numbers also where the model is made on the meta device
     if c.rope_scaling is None:
-        return c.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half), 1.0
+        return c.rope_theta ** (-torch.arange(half, dtype=torch.float64, device=cpu) / half), 1.0
     from transformers import Qwen3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     hf: Any = Qwen3Config(hidden_size=c.hidden_size, num_attention_heads=c.num_attention_heads, head_dim=c.head_dim,
                           max_position_embeddings=c.max_position_embeddings)
     hf.rope_parameters = {"rope_theta": c.rope_theta, "partial_rotary_factor": c.partial_rotary_factor, **c.rope_scaling}
-    frequencies, factor = ROPE_INIT_FUNCTIONS[c.rope_scaling["rope_type"]](hf, torch.device("cpu"))
+    with cpu:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[c.rope_scaling["rope_type"]](hf, cpu)
     return frequencies.double(), float(factor)
 
 

@@ -182,7 +182,7 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
                          every_steps=t.log_every_steps)
 
     def measure(*, tree_budget: int | None = None) -> dict[str, Any]:
-        target.to(module.device)
+        target.to(device)
         return measure_acceptance(whole_draft(draft), target, data.heldout, max_tokens=recipe.data.heldout_new_tokens, eos_ids=eos_ids,
                                   max_length=config.max_position_embeddings, tree_budget=tree_budget, texts=texts)
 

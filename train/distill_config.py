@@ -26,7 +26,7 @@ class DraftShape:
     block_size: int = 8                            # the anchor and the masked slots
     sliding_window: int | None = 1024              # context a slot sees; null: all of it
     full_attention_layers: list[int] = field(default_factory=list)   # layers without that window
-    causal: Causality = "no"                       # slots see only the slots before them: no, yes, or in sliding layers only
+    causal: Causality = "never"                     # slots see only the slots before them: never, always, or in sliding layers only
     rope_theta: float = 10000.0
     partial_rotary_factor: float = 1.0             # share of a head's dimensions that turn with the position
     rope_scaling: dict[str, Any] | None = None     # rope_type (yarn, linear, llama3) and its numbers, as transformers names them

@@ -85,7 +85,7 @@ def draft_plan(draft: DraftModel, *, origin: str) -> str:
     window = f"window {c.sliding_window}" if c.sliding_window is not None else "full attention"
     if c.full_attention_layers:
         window += f" (layers {list(c.full_attention_layers)}: full attention)"
-    causal = {"no": "non-causal", "yes": "causal in the block", "sliding": "causal in the block in sliding layers"}[c.causal]
+    causal = {"never": "non-causal", "always": "causal in the block", "sliding": "causal in the block in sliding layers"}[c.causal]
     options = [f"{name} {value}" for name, value, neutral in (
         ("partial rotary", c.partial_rotary_factor, 1.0), ("rope scaling", c.rope_scaling, None), ("value scale", c.attention_value_scale, 1.0),
         ("output multiplier", c.output_multiplier, 1.0), ("logit softcap", c.logit_softcap, None), ("vocabulary", c.draft_vocab_size, None))

@@ -78,7 +78,7 @@ def run_target(target: nn.Module, ids_BS: Tensor, *, documents_BS: Tensor, posit
     rank_T = order.argsort()[document_T]
     found: list[Tensor] = []
     with Taps(target, layer_ids=layer_ids) as taps:
-        for start, end, longest in _parts(lengths.tolist(), limit=ids_BS.numel()):
+        for start, end, longest in _parts(lengths.tolist(), limit=2 * ids_BS.numel()):
             mine = ((rank_T >= start) & (rank_T < end)).nonzero().squeeze(1)
             row, column = rank_T[mine] - start, position_T[mine]
             padded = ids_BS.new_zeros(end - start, longest)

@@ -6,8 +6,9 @@ context at k when q - k < W: the window slides with the slot. All of this is by 
 by a constant.
 
 On a GPU the rule is FlexAttention's mask over [context | slots of all blocks], and what a tile of 128 rows needs is worked out from its
-anchors: a run of context tiles and the tiles with its own slots. The largest tensor is one flag per pair of tiles, so
-4096 anchors in a row of 4096 tokens cost 256 x 288 of them. Anchors should be ascending, or the runs are long.
+anchors: the context tiles that one of its blocks sees, and the tiles with its own slots. The largest tensors are one flag per pair of tiles, and
+per block of a row tile and context tile: 4096 anchors of 8 in a row of 4096 tokens cost 256 x 288 and 256 x 17 x 32 of them. Anchors should be
+ascending, or a tile's blocks see many different tiles.
 
 Legend: B rows, A anchors a row, N draft block length, S context tokens, Q row tiles, T key tiles.
 Source: FlexAttention, arXiv 2412.05496, for block masks.
@@ -94,11 +95,9 @@ def tile_runs(anchors_BA: Tensor, *, firsts_BA: Tensor, block_size: int, length:
     if window is not None:
         widest = torch.maximum(widest, anchor - window + 1)
         narrowest = torch.maximum(firsts_BA[:, member_QM], anchor + block_size - window)
-    has_context = anchor > widest
-    low = torch.where(has_context, widest, length).amin(-1, keepdim=True)                 # B Q 1
-    high = torch.where(has_context, anchor, 0).amax(-1, keepdim=True)
     begin_T = torch.arange(context_tiles, device=device) * TILE
-    partial = (begin_T < high) & (begin_T + TILE > low)
+    sees_BQMT = (begin_T < anchor.unsqueeze(-1)) & (begin_T + TILE > widest.unsqueeze(-1)) & (anchor > widest).unsqueeze(-1)
+    partial = sees_BQMT.any(2)
     whole = (begin_T >= narrowest.amax(-1, keepdim=True)) & (begin_T + TILE <= anchor.amin(-1, keepdim=True))
     slot_T = torch.arange(row_tiles, device=device) * TILE
     own = (slot_T < (last_Q[:, None] + 1) * block_size) & (slot_T + TILE > first_Q[:, None] * block_size)

@@ -22,6 +22,7 @@ from .stream import (
     make_scale_ring,
     multiply,
     program,
+    release,
     result_coordinates,
     stage_range,
     stream_weights,
@@ -57,7 +58,7 @@ def _multiply_all(ring, scale_ring, full, empty, slot, phase, x_even, x_odd, SLO
     for _part in gl.static_range(PARTS):
         mbarrier.wait(full.index(slot), phase)
         parts = parts + multiply(ring, scale_ring, slot, x_even, x_odd, SLOT_UNITS, STAGES, GROUPS, NUM_STEPS, NUM_WARPS)
-        mbarrier.arrive(empty.index(slot), count=1)
+        release(empty, slot)
         slot, phase = advance(slot, phase, STAGES)
     return parts, slot, phase
 
@@ -77,7 +78,7 @@ def _multiply_rest(ring, scale_ring, full, empty, slot, phase, left, x_even, x_o
             sums_0 = more[0]
             if GROUPS == 2:
                 sums_1 = more[1]
-            mbarrier.arrive(empty.index(slot), count=1)
+            release(empty, slot)
             slot, phase = advance(slot, phase, STAGES)
         if GROUPS == 2:
             parts = parts + (sums_0, sums_1)

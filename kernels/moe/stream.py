@@ -20,7 +20,7 @@ One tensor element is one register: [warp, g, t, 4 words] in the layout below, w
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 UNSCALE = gl.constexpr(2.0**26)           # 2**126 of the codes / 2**100 of the activations
 _PRESCALE_PAIR = gl.constexpr(0x71807180)  # bf16 2**100, twice
@@ -234,6 +234,17 @@ def advance(slot, phase, STAGES: gl.constexpr):
         slot = 0
         phase ^= 1
     return slot, phase
+
+
+@gluon.jit
+def release(empty, slot):
+    """Gives a slot back to the producer, behind every warp's reads of it.
+
+    The fence orders the reads before what TMA writes next. A barrier alone orders them before ordinary writes: the assembler lets the
+    last loads of a stage be under way across it and across the arrival.
+    """
+    fence_async_shared()
+    mbarrier.arrive(empty.index(slot), count=1)
 
 
 @gluon.jit

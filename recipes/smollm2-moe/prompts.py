@@ -4,8 +4,8 @@
 
 Writes OUT/{code,math,chat,agent}.jsonl and OUT/heldout/{the same}.jsonl, rows {id, prompt}, each prompt once. Evaluation files (HumanEval, the tests of MBPP
 and GSM8K, MT-Bench) are held out whole; of the others the rows with sha256(prompt) % 10 == 0. No answers are written: the target gives its own.
-Functions that an agent may call are written into the turn, because SmolLM2's chat template has no place for them. Code also takes signatures and docstrings of
-the standard library of the Python that runs.
+Prompts of other scripts are left out, as SmolLM2 writes English. Functions that an agent may call are written into the turn, because SmolLM2's chat
+template has no place for them. Code also takes signatures and docstrings of the standard library of the Python that runs.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def prompts(file: str, make: Any, *, root: Path) -> Iterator[tuple[str, str]]:
         rows = [json.loads(line) for line in lines]
     for number, row in enumerate(rows):
         prompt = make(row).strip()
-        if 0 < len(prompt) <= LONGEST:
+        if 0 < len(prompt) <= LONGEST and sum(c.isascii() for c in prompt) >= 0.95 * len(prompt):
             yield f"{file.rsplit('/', 1)[-1].removesuffix('.jsonl')}-{number}", prompt
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from published_drafts import QWEN3_8B
 
 from kilotok.dflash.config import DraftConfig, default_target_layer_ids
 
@@ -17,21 +18,12 @@ SLIDING = dataclasses.replace(FULL, sliding_window=1024, block_size=8, rope_thet
 SMALL = DraftConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, head_dim=16, vocab_size=100,
                     target_layer_ids=(3,), num_target_layers=4, mask_token_id=0, block_size=2, sliding_window=2)
 
-# Qwen3-8B-DFlash-b16 as published: block size and rope on the top level only
-QWEN3_8B = {
-    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": 16,
-    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}, "hidden_size": 4096, "intermediate_size": 12288,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 5, "layer_types": ["full_attention"] * 5,
-    "num_target_layers": 36, "max_window_layers": 5, "use_sliding_window": False, "sliding_window": None, "rope_theta": 1e6, "rope_scaling": None,
-    "max_position_embeddings": 40960, "vocab_size": 151936, "rms_norm_eps": 1e-6, "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
-    "tie_word_embeddings": False, "dtype": "bfloat16"}
-# MiMo-V2.5-Pro-FP4-DFlash: no layer_types, a window by use_swa only, and much that this model does not have
-MIMO = {
-    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 5,
-    "num_attention_heads": 128, "num_key_value_heads": 8, "head_dim": 128, "v_head_dim": 128, "partial_rotary_factor": 0.5, "block_size": 8,
-    "dflash_config": {"target_layer_ids": [0, 15, 31, 47, 69], "mask_token_id": 151669, "num_anchors": 4096, "block_size": 8, "loss_decay_gamma": 7.0,
-                      "use_swa": True, "swa_window_size": 1024, "backbone_rotary_base": 5000000, "attention_value_scale": 0.612, "attention_sink_bias": True},
-    "num_target_layers": 70, "vocab_size": 152064, "max_position_embeddings": 262144, "rope_theta": 10000, "sliding_window": 1024, "rms_norm_eps": 1e-5}
+# every option at a value of its own; layers of both kinds
+OPTIONS = dataclasses.replace(
+    SLIDING, full_attention_layers=(4,), causal="sliding", partial_rotary_factor=0.5, attention_sinks=True, attention_value_scale=0.612,
+    rope_scaling={"rope_type": "yarn", "factor": 48.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0},
+    input_embedding_scale=64.0, output_multiplier=0.19611613513818404, logit_softcap=20.0, mask_embedding=True, draft_vocab_size=32000, target_hidden_size=8192,
+    backbone_rotary_base=5e6)
 
 
 def read(raw: dict[str, Any]) -> DraftConfig:
@@ -51,19 +43,37 @@ def changed(config: DraftConfig, changes: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-UNSORTED = dataclasses.replace(FULL, target_layer_ids=(33, 0, 35))
+KINDS = {
+    "full": FULL, "full causal": dataclasses.replace(FULL, causal="always"), "sliding": SLIDING,
+    "sliding causal": dataclasses.replace(SLIDING, causal="always"), "mixed": dataclasses.replace(SLIDING, full_attention_layers=(1, 4)),
+    "mixed causal": dataclasses.replace(SLIDING, full_attention_layers=(4,), causal="always"),
+    "mixed, sliding ones causal": dataclasses.replace(SLIDING, full_attention_layers=(4,), causal="sliding"), "small": SMALL}
+OTHERS = {"unsorted taps": dataclasses.replace(FULL, target_layer_ids=(33, 0, 35)), "every option": OPTIONS,
+          "depth of the target unknown": dataclasses.replace(FULL, num_target_layers=None)}
+BOTH = {**KINDS, **OTHERS}
 
 
-@pytest.mark.parametrize("config", [FULL, SLIDING, SMALL, UNSORTED], ids=["full", "sliding", "small", "unsorted taps"])
+@pytest.mark.parametrize("config", BOTH.values(), ids=BOTH)
 def test_what_is_written_reads_back_equal(config: DraftConfig) -> None:
     assert read(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_every_option_is_there_when_written_and_absent_when_neutral() -> None:
+    """An option that is not used leaves no key that another reader would have to know."""
+    written = {**OPTIONS.to_json(), **OPTIONS.to_json()["dflash_config"]}
+    plain = {**FULL.to_json(), **FULL.to_json()["dflash_config"]}
+    for key, value in {"partial_rotary_factor": 0.5, "attention_sink_bias": True, "attention_value_scale": 0.612, "input_embedding_scale": 64.0,
+                       "output_multiplier": 0.19611613513818404, "final_logit_softcapping": 20.0, "mask_embedding": True, "draft_vocab_size": 32000,
+                       "target_hidden_size": 8192, "backbone_rotary_base": 5e6, "rope_scaling": OPTIONS.rope_scaling}.items():
+        assert written[key] == value and key not in plain, key
+    assert written["rope_parameters"] == {"rope_theta": 5e5, "partial_rotary_factor": 0.5, **(OPTIONS.rope_scaling or {})}
 
 
 def test_every_published_key_is_written_with_its_value() -> None:
     ours = FULL.to_json()
     for key, value in QWEN3_8B.items():
         if key == "dflash_config":
-            assert QWEN3_8B[key].items() <= ours[key].items()   # type: ignore[attr-defined]
+            assert QWEN3_8B[key].items() <= ours[key].items()
         elif key not in ("auto_map", "rope_scaling"):   # code beside the weights, which we do not ship; null
             assert ours[key] == value, key
 
@@ -106,10 +116,22 @@ def sglang(raw: dict[str, Any]) -> list[tuple[int | None, bool, int, float]]:
 
 
 @pytest.mark.parametrize("engine", [z_lab, vllm, sglang])
-@pytest.mark.parametrize("config", [FULL, SLIDING, SMALL], ids=["full", "sliding", "small"])
+@pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
 def test_engines_read_one_window_and_one_causality(config: DraftConfig, engine: Callable[[dict[str, Any]], list[tuple[int | None, bool, int, float]]]) -> None:
-    expected = (config.sliding_window, False, config.block_size, config.rope_theta)
-    assert engine(config.to_json()) == [expected] * config.num_hidden_layers
+    assert engine(config.to_json()) == [(config.window_of(i), config.is_causal(i), config.block_size, config.rope_theta)
+                                        for i in range(config.num_hidden_layers)]
+
+
+def test_window_and_causality_by_layer_by_hand() -> None:
+    """What the test above holds the engines to."""
+    def by_layer(kind: str) -> list[tuple[int | None, bool]]:
+        return [(KINDS[kind].window_of(i), KINDS[kind].is_causal(i)) for i in range(5)]
+
+    assert by_layer("full") == [(None, False)] * 5 and by_layer("full causal") == [(None, True)] * 5
+    assert by_layer("sliding") == [(1024, False)] * 5 and by_layer("sliding causal") == [(1024, True)] * 5
+    assert by_layer("mixed") == [(1024, False), (None, False), (1024, False), (1024, False), (None, False)]
+    assert by_layer("mixed causal") == [(1024, True)] * 4 + [(None, True)]
+    assert by_layer("mixed, sliding ones causal") == [(1024, True)] * 4 + [(None, False)]
 
 
 @pytest.mark.parametrize("key", ["is_causal", "layer_types", "sliding_window", "dflash_config.causal", "dflash_config.use_swa", "dflash_config.swa_window_size",
@@ -141,25 +163,53 @@ def test_two_names_for_one_number_must_agree(changes: dict[str, Any], names: tup
 
 
 @pytest.mark.parametrize(("config", "changes"), [
-    (SLIDING, {"layer_types": ["sliding_attention"] * 4 + ["full_attention"]}),   # Qwen3.6-27B
-    (SLIDING, {"layer_types": ["sliding_attention"] * 4 + ["full_attention"], "dflash_config.use_swa": ...}),
+    (SLIDING, {"layer_types": ["sliding_attention"] * 4 + ["full_attention"]}),   # for vLLM all of them slide
     (SLIDING, {"layer_types": ["full_attention"] * 5}),                           # ModelOpt: a window for vLLM, none for SGLang
     (SLIDING, {"dflash_config.use_swa": False}), (FULL, {"dflash_config.use_swa": True}), (FULL, {"layer_types": ["sliding_attention"] * 5}),
 ])
-def test_layers_of_two_kinds_are_refused(config: DraftConfig, changes: dict[str, Any]) -> None:
+def test_layer_types_that_use_swa_contradicts_are_refused(config: DraftConfig, changes: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=r"^draft/config\.json: layer_types .* and use_swa .*: engines read this differently\."):
         read(changed(config, changes))
 
 
 @pytest.mark.parametrize(("config", "changes"), [
-    (FULL, {"is_causal": True}), (SLIDING, {"is_causal": True}), (SLIDING, {"is_causal": True, "dflash_config.causal": True}),
-    (FULL, {"is_causal": ..., "dflash_config.causal": True}),
-    (SLIDING, {"is_causal": ..., "dflash_config.causal": True}),
-    (SLIDING, {"is_causal": ..., "dflash_config.causal": ..., "dflash_config.use_swa": ...}),   # nothing said: every engine takes it as causal
+    (FULL, {"is_causal": True}), (SLIDING, {"is_causal": True}), (FULL, {"dflash_config.causal": True}), (SLIDING, {"dflash_config.causal": True}),
 ])
-def test_causal_slots_are_refused(config: DraftConfig, changes: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match=r"^draft/config\.json: its slots are causal .*; non-causal drafts are supported\."):
+def test_two_names_for_the_causality_must_agree(config: DraftConfig, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^draft/config\.json: is_causal \w+ and dflash_config\.causal \w+ contradict each other"):
         read(changed(config, changes))
+
+
+@pytest.mark.parametrize(("config", "changes", "causal"), [
+    (FULL, {"is_causal": True, "dflash_config.causal": True}, "always"), (FULL, {"is_causal": ..., "dflash_config.causal": True}, "always"),
+    (FULL, {"is_causal": ..., "dflash_config.causal": ...}, "never"),
+    (SLIDING, {"is_causal": True, "dflash_config.causal": ..., "dflash_config.use_swa": ...}, "always"),
+    (SLIDING, {"is_causal": ..., "dflash_config.causal": ..., "dflash_config.use_swa": ...}, "always"),   # nothing said: every engine takes it as causal
+    (SLIDING, {"is_causal": None, "dflash_config.causal": None}, "never"),                                # use_swa is non-causal
+    (KINDS["mixed"], {"is_causal": ..., "dflash_config.causal": ...}, "sliding"),
+    (KINDS["mixed"], {"is_causal": True, "dflash_config.causal": ...}, "always"),
+])
+def test_the_causality_is_that_of_the_engines(config: DraftConfig, changes: dict[str, Any], causal: str) -> None:
+    assert read(changed(config, changes)).causal == causal
+
+
+@pytest.mark.parametrize("path", ["partial_rotary_factor", "rope_parameters.factor", "rope_parameters.rope_type", "rope_parameters.beta_fast",
+                                  "rope_scaling.rope_type"])
+def test_two_names_for_the_rope_must_agree(path: str) -> None:
+    """A `default` beside a `yarn` is the dangerous one: every engine takes another of the two."""
+    other = "default" if path.endswith("rope_type") else 0.25
+    with pytest.raises(ValueError, match=rf"{path.rpartition('.')[2]} .* contradict each other; engines would read it differently\.$"):
+        read(changed(OPTIONS, {path: other}))
+
+
+def test_the_rope_is_read_from_either_place() -> None:
+    for path in ("rope_scaling", "partial_rotary_factor", "rope_theta", "rope_parameters.factor", "rope_parameters.rope_type"):
+        assert read(changed(OPTIONS, {path: ...})) == OPTIONS, path
+    assert read(changed(OPTIONS, {"rope_parameters": ...})) == OPTIONS
+    scaling = {"type" if k == "rope_type" else k: v for k, v in (OPTIONS.rope_scaling or {}).items()}
+    assert read(changed(OPTIONS, {"rope_scaling": scaling, "rope_parameters": ...})) == OPTIONS   # its old name
+    sections = {"rope_type": "default", "mrope_section": [11, 11, 10]}   # of a multimodal target: the text turns as ever
+    assert read(changed(FULL, {"rope_parameters.mrope_section": [11, 11, 10], "rope_scaling": sections})) == FULL
 
 
 @pytest.mark.parametrize("changes", [
@@ -181,7 +231,7 @@ def test_a_window_that_no_layer_uses_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("key", [
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "num_target_layers",
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "rms_norm_eps", "max_position_embeddings", "dflash_config.target_layer_ids", "dflash_config.mask_token_id"])
 def test_a_missing_key_is_named(key: str) -> None:
     for missing in (..., None):
@@ -209,44 +259,41 @@ def test_layer_types_of_another_depth() -> None:
         read(changed(FULL, {"layer_types": ["full_attention"] * 4}))
 
 
-UNSUPPORTED = {"attention_sink_bias": True, "attention_value_scale": 0.612, "output_multiplier": 0.19611613513818404, "final_logit_softcapping": 20,
-               "sample_from_anchor": True}
+def test_a_target_of_unknown_depth() -> None:
+    """Other tools do not write num_target_layers."""
+    for missing in (..., None):
+        config = read(changed(FULL, {"num_target_layers": missing}))
+        assert config.num_target_layers is None and config == dataclasses.replace(FULL, num_target_layers=None)
 
 
-@pytest.mark.parametrize(("key", "value"), UNSUPPORTED.items())
-def test_what_would_change_the_numbers_is_refused_by_name(key: str, value: Any) -> None:
-    for path in (key, f"dflash_config.{key}"):
-        with pytest.raises(NotImplementedError, match=rf"^draft/config\.json: {key} is {value!r}; drafts with it are not supported yet\."):
-            read(changed(SLIDING, {path: value}))
+@pytest.mark.parametrize("path", ["sample_from_anchor", "dflash_config.sample_from_anchor"])
+def test_slots_that_predict_the_next_token_are_refused(path: str) -> None:
+    with pytest.raises(NotImplementedError, match=r"^draft/config\.json: sample_from_anchor is True: its slots predict the token after their place"):
+        read(changed(SLIDING, {path: True}))
+    assert read(changed(SLIDING, {path: False})) == SLIDING
 
 
-def test_the_neutral_values_of_those_keys_are_read() -> None:
+def test_an_option_is_read_on_the_top_level_too_and_must_agree() -> None:
+    assert read(changed(OPTIONS, {"output_multiplier": 0.19611613513818404, "dflash_config.output_multiplier": ...})) == OPTIONS
+    with pytest.raises(ValueError, match=r"attention_value_scale 2\.0 and dflash_config\.attention_value_scale 0\.612 contradict each other"):
+        read(changed(OPTIONS, {"attention_value_scale": 2.0}))
+
+
+def test_the_neutral_values_of_the_options_are_read() -> None:
     neutral = {"attention_sink_bias": False, "attention_value_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None,
-               "sample_from_anchor": False}
-    assert neutral.keys() == UNSUPPORTED.keys()
+               "input_embedding_scale": 1.0, "mask_embedding": False, "draft_vocab_size": SLIDING.vocab_size}
     for key, value in neutral.items():
-        assert read(changed(SLIDING, {key: value, f"dflash_config.{key}": None})) == SLIDING
+        assert read(changed(SLIDING, {key: value, f"dflash_config.{key}": None})) == SLIDING, key
 
 
 @pytest.mark.parametrize("changes", [
-    {"partial_rotary_factor": 0.5}, {"rope_parameters.partial_rotary_factor": 0.5}, {"rope_parameters.rope_type": "yarn"},
-    {"rope_parameters": ..., "rope_scaling": {"rope_type": "yarn", "factor": 48.0}},
-    {"attention_bias": True}, {"hidden_act": "gelu"}, {"architectures": ["DFlash2DraftModel"]}, {"architectures": ...}, {"architectures": ["Qwen3ForCausalLM"]},
+    {"rope_parameters.rope_type": "dynamic"}, {"rope_parameters.rope_type": "longrope"}, {"rope_parameters": ..., "rope_scaling": {"type": "dynamic"}},
+    {"layer_types": ["chunked_attention"] * 5}, {"v_head_dim": 64}, {"attention_bias": True}, {"hidden_act": "gelu"},
+    {"architectures": ["DFlash2DraftModel"]}, {"architectures": ...}, {"architectures": ["Qwen3ForCausalLM"]},
 ])
 def test_other_models_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match=r"^draft/config\.json: (rope|attention_bias|architecture) "):
+    with pytest.raises(NotImplementedError, match=r"^draft/config\.json: (rope '|layer_types has|v_head_dim|attention_bias|architecture|is a DFlash2)"):
         read(changed(SLIDING, changes))
-
-
-def test_mimo_is_refused_and_without_its_extras_read() -> None:
-    with pytest.raises(NotImplementedError, match="attention_sink_bias is True"):
-        read(MIMO)
-    plain = copy.deepcopy(MIMO)
-    del plain["partial_rotary_factor"]
-    for key in ("attention_value_scale", "attention_sink_bias", "backbone_rotary_base"):
-        del plain["dflash_config"][key]   # type: ignore[attr-defined]
-    config = read(plain)
-    assert (config.sliding_window, config.block_size, config.rope_theta, config.target_layer_ids) == (1024, 8, 10000.0, (0, 15, 31, 47, 69))
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -261,6 +308,21 @@ def test_mimo_is_refused_and_without_its_extras_read() -> None:
     ({"target_layer_ids": (-1,)}, r"draft\.target_layer_ids: needs layers in 0\.\.35, the target's; got \[-1\]\."),
     ({"target_layer_ids": (1, 9, 1)}, r"draft\.target_layer_ids: each layer is tapped once; got \[1, 9, 1\]\."),
     ({"mask_token_id": 151936}, r"draft\.mask_token_id: must be a row of the target's embedding, 0\.\.151935; got 151936\."),
+    ({"full_attention_layers": (1,)}, r"draft\.full_attention_layers: is for drafts with a sliding window; got none\."),
+    ({"sliding_window": 64, "full_attention_layers": (5,)}, r"draft\.full_attention_layers: needs layers in 0\.\.4, ascending; got \[5\]\."),
+    ({"sliding_window": 64, "full_attention_layers": (4, 1)}, r"draft\.full_attention_layers: needs layers in 0\.\.4, ascending; got \[4, 1\]\."),
+    ({"sliding_window": 64, "full_attention_layers": (0, 1, 2, 3, 4)}, r"draft\.full_attention_layers: names every layer, so that none slides\."),
+    ({"causal": "maybe"}, r"draft\.causal: must be never, always or sliding; got 'maybe'\."),
+    ({"causal": "sliding"}, r"draft\.causal: `sliding` is for drafts with both kinds of layers"),
+    ({"causal": "sliding", "sliding_window": 64}, r"draft\.causal: `sliding` is for drafts with both kinds of layers"),
+    ({"partial_rotary_factor": 0.0}, r"draft\.partial_rotary_factor: must lie in \(0, 1\]"),
+    ({"partial_rotary_factor": 0.4}, r"draft\.partial_rotary_factor: .* turn an even number of dimensions; got 0\.4 of 128\."),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, r"draft\.rope_scaling: needs a rope_type of linear, yarn, llama3; got 'dynamic'\."),
+    ({"rope_scaling": {"factor": 2.0}}, r"draft\.rope_scaling: needs a rope_type of linear, yarn, llama3; got None\."),
+    *(({name: 0.0}, rf"draft\.{name}: must be positive; got 0\.0\.") for name in ("attention_value_scale", "input_embedding_scale", "output_multiplier")),
+    ({"logit_softcap": 0.0}, r"draft\.logit_softcap: must be positive, or null for none; got 0\.0\."),
+    ({"draft_vocab_size": 0}, r"draft\.draft_vocab_size: must lie in 1\.\.151936; got 0\."),
+    ({"draft_vocab_size": 151937}, r"draft\.draft_vocab_size: must lie in 1\.\.151936; got 151937\."),
     ({"mask_token_id": -1}, r"draft\.mask_token_id: must be a row of the target's embedding, 0\.\.151935; got -1\."),
 ])
 def test_numbers_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -2,182 +2,49 @@
 
 A draft that is trained on one thing and served with another drafts badly and nothing else shows it. So the two forms are
 held to each other at every position of every document, and each known mistake has to break the bound a hundredfold.
+The options of a draft: test_draft_options.py.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import pytest
 import torch
-from conftest import save_tiny_moe
-from tolerances import Bound, assert_equal, assert_within
-from torch import Tensor, nn
+from draft_forms import (
+    BOUNDS,
+    CHUNKS,
+    LENGTHS,
+    MISTAKES,
+    PAD,
+    ROWS,
+    TAPS,
+    WINDOW,
+    deviation,
+    document,
+    dtype_of,
+    embedding_of,
+    ids_of,
+    make_draft,
+    make_target,
+    published,
+    serve_form,
+    train_form,
+)
+from tolerances import assert_equal, assert_within
+from torch import nn
 
-from kilotok.dflash.config import DraftConfig
 from kilotok.dflash.context import Taps
 from kilotok.dflash.drafter import DFlashDrafter
 from kilotok.dflash.hf_target import HFTarget
 from kilotok.dflash.loss import slot_targets
 from kilotok.dflash.model import Blocks, DraftModel
 from kilotok.dflash.sampling import Sampling
-from kilotok.quant.archs import load_model
-from kilotok.train.distill_data import DOCUMENTS, IDS, POSITIONS, SUPERVISED, pack_row
-from kilotok.train.responses import Response
-from kilotok.train.slot_pass import run_target
-
-TAPS = (2, 0)      # of four layers; the order is that of the features
-WINDOW = 9
-MASK, PAD = 4090, 0
-WHY = "the same terms, summed over a packed row or over the cache of one document"
-BOUNDS = {torch.float64: Bound(maximum=1e-10, rms=1e-10, reason=WHY), torch.float32: Bound(maximum=1e-4, rms=1e-4, reason=WHY)}
-LENGTHS = (23, 1, 17, 31)   # with a prompt of 5 at most; 23 and 31 are longer than the window and two blocks
-ROWS = {"one document": ([(3,)], 31), "packed": ([(0, 1, 2, 3)], 72), "padded": ([(2, 0)], 57), "two rows": ([(0, 3, 2), (3, 1)], 80)}
-# how many committed tokens the target reads at a time: a prompt longer than the window, then rounds of 1 to 8
-CHUNKS = {"token by token": (1,), "rounds": (12, 1, 8, 2, 1, 5)}
-
-
-def document(number: int) -> Response:
-    ids = torch.randint(4, MASK, (LENGTHS[number],), generator=torch.Generator().manual_seed(100 + number)).tolist()
-    return Response(prompt=tuple(ids[:5]), response=tuple(ids[5:]))
-
-
-def ids_of(number: int) -> list[int]:
-    d = document(number)
-    return [*d.prompt, *d.response]
+from kilotok.train.distill_data import DOCUMENTS, IDS, SUPERVISED, pack_row
 
 
 @pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["fp64", "fp32"])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
-    """Four random layers whose norms are not ones, so that before and after the final norm are different things."""
-    directory = save_tiny_moe(tmp_path_factory.mktemp("target") / "tiny", num_hidden_layers=4)
-    model = load_model(directory, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.uniform_(0.5, 1.5, generator=generator)
-    model.set_experts_implementation("eager")   # type: ignore[operator]  # grouped_mm has no float64
-    return model.to(request.param)
-
-
-def make_draft(target: nn.Module, *, window: int | None, taps: Sequence[int] = TAPS) -> DraftModel:
-    """Random weights large enough for sharp attention, and norms that are not ones."""
-    config = DraftConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=4096,
-                         target_layer_ids=tuple(taps), num_target_layers=4, mask_token_id=MASK, sliding_window=window, rope_theta=1e4)
-    draft, generator = DraftModel(config), torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5, generator=generator)
-            else:
-                parameter.uniform_(0.5, 1.5, generator=generator)
-    return draft.to(dtype_of(target)).requires_grad_(False)
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    return next(model.parameters()).dtype
-
-
-def embedding_of(target: nn.Module) -> Tensor:
-    return target.get_input_embeddings().weight.detach()   # type: ignore[operator]
-
-
-# --- the three ways ---
-
-
-def train_form(draft: DraftModel, target: nn.Module, rows: Sequence[Sequence[int]], *, length: int, each_anchor_alone: bool = False,
-               taps: Sequence[int] = TAPS, one_document: bool = False) -> dict[tuple[int, int, int], Tensor]:
-    """(row, document, position) -> hidden states [7, D] of the masked slots, for every position but a document's first."""
-    batch = torch.stack([pack_row([document(d) for d in row], length=length, pad_id=PAD) for row in rows])
-    ids, documents, positions = batch[:, IDS], batch[:, DOCUMENTS], batch[:, POSITIONS]
-    features, _ = run_target(target, ids, documents_BS=documents, positions_BS=positions, layer_ids=tuple(taps))
-    valid = positions > 0
-    if one_document:   # a block's rotations depend on differences only, so this changes nothing but what it sees
-        positions = torch.arange(length).expand_as(positions)
-    index = torch.stack([v.nonzero().flatten()[torch.arange(int(valid.sum(1).max())) % int(v.sum())] for v in valid])   # the shorter row comes round again
-    columns = index.split(1, dim=1) if each_anchor_alone else [index]
-    hidden = torch.cat([draft(features, blocks=Blocks(anchors_BA=c, ids_BA=ids.gather(1, c), positions_BS=positions),
-                              embedding_VD=embedding_of(target)) for c in columns], dim=1)
-    found = {}
-    for b, row in enumerate(rows):
-        starts = [sum(LENGTHS[d] for d in row[:n]) for n in range(len(row))]
-        for a, i in enumerate(index[b].tolist()):
-            n = max(n for n, s in enumerate(starts) if s <= i)
-            found[b, row[n], i - starts[n]] = hidden[b, a, 1:]
-    return found
-
-
-@functools.cache
-def committed_features(target: nn.Module, number: int, *, chunks: Sequence[int], taps: Sequence[int]) -> list[Tensor]:
-    """Features of a document as a round after the other commits it; the target reads wrong proposals as well and is rewound."""
-    ids, found = ids_of(number), []
-    with Taps(target, layer_ids=taps) as entered:
-        reader = HFTarget(target, taps=entered, max_length=512)
-        start = step = 0
-        while start + (size := chunks[min(step, len(chunks) - 1)]) < len(ids):
-            found.append(reader.read([*ids[start:start + size], *([7] * (8 - size))]).features_TF[:size])
-            start, step = start + size, step + 1
-            reader.rewind(start)
-    return found
-
-
-def serve_form(draft: DraftModel, target: nn.Module, number: int, *, chunks: Sequence[int] = (1,), head_VD: Tensor | None = None) -> dict[int, Tensor]:
-    """position -> logits [7, V] of the drafter when the anchor is there; without a head its hidden states [7, D]."""
-    embedding, found, start = embedding_of(target), {}, 0
-    drafter = DFlashDrafter(draft, embedding_VD=embedding, head_VD=torch.eye(64, dtype=embedding.dtype) if head_VD is None else head_VD)
-    for features in committed_features(target, number, chunks=chunks, taps=draft.config.target_layer_ids):
-        drafter.observe(features)
-        start += len(features)
-        found[start] = drafter.logits(ids_of(number)[start])
-    return found
-
-
-def published(draft: DraftModel, target: nn.Module, number: int, position: int, *, mistake: str = "") -> Tensor:
-    """Hidden states [7, D], one document and one slot at a time, from the published description; `mistake` names what is done wrong."""
-    c, w, ids = draft.config, draft.state_dict(), ids_of(number)
-    with Taps(target, layer_ids=c.target_layer_ids) as taps, torch.no_grad():
-        target(torch.tensor([ids]))
-        features = taps.take()[0]
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + c.rms_norm_eps).sqrt() * w[f"{name}.weight"]
-
-    def rope(x: Tensor, places: Tensor) -> Tensor:
-        """x [T, H, K]: the pair (i, i + K/2) is a complex number turned by place * theta**(-2i / K)."""
-        angle = places[:, None, None] * c.rope_theta ** (-torch.arange(0, c.head_dim, 2).double() / c.head_dim)
-        turned = torch.complex(*x.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle)
-        return torch.cat((turned.real, turned.imag), dim=-1).to(x.dtype)
-
-    context = torch.arange(position + (mistake == "anchor leaked into the context"))
-    slots = torch.arange(c.block_size) + position + (mistake == "position off by one")
-    ctx = norm(features[context] @ w["fc.weight"].T, "hidden_norm")
-    x = embedding_of(target)[[MASK if mistake == "MASK in the anchor slot" else ids[position], *[MASK] * (c.block_size - 1)]]
-    for i in range(c.num_hidden_layers):
-        at = f"layers.{i}.self_attn"
-        h = norm(x, f"layers.{i}.input_layernorm")
-        q = rope(norm((h @ w[f"{at}.q_proj.weight"].T).view(len(slots), -1, c.head_dim), f"{at}.q_norm"), slots)
-        both = torch.cat((ctx, h))
-        k = rope(norm((both @ w[f"{at}.k_proj.weight"].T).view(len(both), -1, c.head_dim), f"{at}.k_norm"), torch.cat((context, slots)))
-        v = (both @ w[f"{at}.v_proj.weight"].T).view(len(both), -1, c.head_dim)
-        mixed = []
-        for n, slot in enumerate(slots.tolist()):
-            seen = [s for s in context.tolist() if c.sliding_window is None or slot - s < c.sliding_window]
-            seen += [len(context) + m for m in range(len(slots)) if mistake != "causal in the block" or m <= n]
-            heads = []
-            for head in range(c.num_attention_heads):
-                g = head * c.num_key_value_heads // c.num_attention_heads
-                heads.append((k[seen, g] @ q[n, head] * c.head_dim**-0.5).softmax(0) @ v[seen, g])
-            mixed.append(torch.cat(heads))
-        x = x + torch.stack(mixed) @ w[f"{at}.o_proj.weight"].T
-        h = norm(x, f"layers.{i}.post_attention_layernorm")
-        gate = h @ w[f"layers.{i}.mlp.gate_proj.weight"].T
-        x = x + (gate * gate.sigmoid() * (h @ w[f"layers.{i}.mlp.up_proj.weight"].T)) @ w[f"layers.{i}.mlp.down_proj.weight"].T
-    return norm(x, "norm")[1:]
-
-
-def deviation(got: Tensor, expected: Tensor) -> float:
-    return float((got - expected).abs().max() / expected.abs().max())
+    return make_target(tmp_path_factory.mktemp("target") / "tiny", dtype=request.param)
 
 
 # --- parity ---
@@ -258,13 +125,13 @@ def test_what_a_slot_is_trained_to_say_is_what_serving_compares_it_with(target: 
 HUNDRED = 100
 
 
-@pytest.mark.parametrize("mistake", ["MASK in the anchor slot", "position off by one", "anchor leaked into the context", "causal in the block"])
+@pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_a_mistake_in_the_block_breaks_the_bound(target: nn.Module, window: int | None, mistake: str) -> None:
     draft, bound = make_draft(target, window=window), BOUNDS[dtype_of(target)]
     trained = train_form(draft, target, [(2, 3)], length=50)
     served = serve_form(draft, target, 3)
-    for position in (1, 6, WINDOW, 20, 30):
+    for position in (1, 6, WINDOW, 20, 29):
         wrong = published(draft, target, 3, position, mistake=mistake)
         for form in (trained[0, 3, position], served[position]):
             assert deviation(form, wrong) > HUNDRED * bound.maximum, f"{mistake} would pass with the anchor at {position}"
@@ -297,6 +164,21 @@ def test_a_packed_row_without_document_borders_breaks_the_bound(target: nn.Modul
     for d in (3, 2):   # behind another document; with a window the border is in sight of the first anchors only
         served = serve_form(draft, target, d)
         assert all(deviation(wrong[0, d, p], served[p]) > HUNDRED * bound.maximum for p in range(1, 17 if window is None else WINDOW - 3))
+
+
+def test_labels_shifted_by_one_break_the_bound(target: nn.Module) -> None:
+    """A slot's loss in the training form on its label is that of the drafter's logits on the token that follows; of the one before it is another."""
+    slot_losses = functools.partial(nn.functional.cross_entropy, reduction="none")
+    draft, head = make_draft(target, window=WINDOW), embedding_of(target)
+    bound, ids = BOUNDS[head.dtype], ids_of(3)
+    row = pack_row([document(3)], length=31, pad_id=PAD)[None]
+    trained, served = train_form(draft, target, [(3,)], length=31), serve_form(draft, target, 3, head_VD=head)
+    for p in (5, 9, 23):
+        targets = slot_targets(row[:, IDS], documents_BS=row[:, DOCUMENTS], supervised_BS=row[:, SUPERVISED].bool(), anchor_index_BA=torch.tensor([[p]]),
+                               anchor_valid_BA=torch.tensor([[True]]), block_size=8)
+        losses = slot_losses(trained[0, 3, p] @ head.T, targets.labels[0, 0, 1:])
+        assert_within(losses, slot_losses(served[p], torch.tensor(ids[p + 1:p + 8])), bound=bound, what=f"losses, anchor at {p}")
+        assert deviation(slot_losses(served[p], torch.tensor(ids[p:p + 7])), losses) > HUNDRED * bound.maximum
 
 
 # --- taps ---

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kilotok.dflash.anchors import anchor_generator, draw_anchors, valid_anchors
-from kilotok.dflash.mask import context_visible
+from kilotok.kernels.attention import BlockPlan
 
 SIGMAS = 5
 CPU = torch.device("cpu")
@@ -17,34 +17,51 @@ CPU = torch.device("cpu")
 # --- the mask ---
 
 
+def seen_by(anchors: list[int], *, block_size: int, length: int, window: int | None, firsts: list[int] | None = None) -> Tensor:
+    """bool [A, N, S]"""
+    plan = BlockPlan(anchors_BA=torch.tensor([anchors]), firsts_BA=torch.tensor([firsts or [0] * len(anchors)]), block_size=block_size, window=window,
+                     causal=False)
+    return plan.context_visible(length)[0]
+
+
 @pytest.mark.parametrize("window", [None, 1, 2, 4, 7, 8, 9, 50])
 @pytest.mark.parametrize("block_size", [2, 4, 8])
 def test_a_slot_sees_what_the_rule_says(block_size: int, window: int | None) -> None:
-    anchors = [0, 1, 3, 7, 8, 9, 20]
-    places = [*range(12), 3, 0, 40, 20]   # as in a packed row: positions start again, and some lie ahead
-    got = context_visible(torch.tensor(anchors), block_size=block_size, context_positions_S=torch.tensor(places), window=window)
-    assert got.shape == (len(anchors), block_size, len(places)) and got.dtype == torch.bool
-    for a, anchor in enumerate(anchors):
+    anchors, firsts = [0, 1, 3, 7, 8, 9, 20, 20, 20], [0, 0, 0, 0, 0, 8, 0, 15, 20]   # as in a packed row: documents begin later
+    got = seen_by(anchors, firsts=firsts, block_size=block_size, length=30, window=window)
+    assert got.shape == (len(anchors), block_size, 30) and got.dtype == torch.bool
+    for a, (anchor, first) in enumerate(zip(anchors, firsts, strict=True)):
         for n in range(block_size):
-            for s, k in enumerate(places):
-                expected = k < anchor and (window is None or (anchor + n) - k < window)
-                assert bool(got[a, n, s]) == expected, f"anchor {anchor}, slot {n}, context {k}"
+            for k in range(30):
+                expected = first <= k < anchor and (window is None or (anchor + n) - k < window)
+                assert bool(got[a, n, k]) == expected, f"anchor {anchor}, slot {n}, context {k}"
 
 
 def test_how_much_a_slot_sees_by_hand() -> None:
     """Window 8, anchor at 20: slot 0 sees 13..19, seven tokens, and each later slot one less; the last of eight none."""
-    seen = context_visible(torch.tensor([20, 3]), block_size=8, context_positions_S=torch.arange(30), window=8)
+    seen = seen_by([20, 3], block_size=8, length=30, window=8)
     assert seen.sum(-1).tolist() == [[7, 6, 5, 4, 3, 2, 1, 0], [3, 3, 3, 3, 3, 3 - 1, 1, 0]]
     assert seen[0, 2].nonzero().flatten().tolist() == [15, 16, 17, 18, 19]
-    full = context_visible(torch.tensor([20, 3]), block_size=8, context_positions_S=torch.arange(30), window=None)
+    full = seen_by([20, 3], block_size=8, length=30, window=None)
     assert full.sum(-1).tolist() == [[20] * 8, [3] * 8]
+    packed = seen_by([20, 20], firsts=[17, 20], block_size=8, length=30, window=8)
+    assert packed.sum(-1).tolist() == [[3, 3, 3, 3, 3, 2, 1, 0], [0] * 8]
 
 
 def test_no_context_and_no_anchors() -> None:
     for window in (None, 4):
-        assert context_visible(torch.tensor([0]), block_size=4, context_positions_S=torch.arange(0), window=window).shape == (1, 4, 0)
-        assert context_visible(torch.arange(0), block_size=4, context_positions_S=torch.arange(5), window=window).shape == (0, 4, 5)
-        assert not context_visible(torch.tensor([0]), block_size=4, context_positions_S=torch.arange(5), window=window).any()
+        assert seen_by([0], block_size=4, length=0, window=window).shape == (1, 4, 0)
+        assert not seen_by([0], block_size=4, length=5, window=window).any()
+        none = torch.zeros(1, 0, dtype=torch.int64)
+        plan = BlockPlan(anchors_BA=none, firsts_BA=none, block_size=4, window=window, causal=False)
+        assert plan.context_visible(5).shape == (1, 0, 4, 5)
+
+
+def test_the_own_block_is_seen_whole_or_up_to_the_slot() -> None:
+    none = torch.zeros(1, 1, dtype=torch.int64)
+    for causal in (False, True):
+        plan = BlockPlan(anchors_BA=none, firsts_BA=none, block_size=3, window=None, causal=causal)
+        assert plan.block_visible().tolist() == [[True, not causal, not causal], [True, True, not causal], [True, True, True]]
 
 
 # --- which tokens can be anchors ---
