@@ -139,7 +139,8 @@ def main() -> None:
     ask(out)
     stage(f"7. Validate: lossless, acceptance, speed, quality ({PROMPTS} prompts a domain; `kilotok validate` alone asks 13: "
           "trees are slow on the reference executor, which reads them path by path)",
-          ["kilotok", "validate", str(out), "--prompts-per-domain", str(PROMPTS), "--max-tokens", "32", "--quality-tokens", "256", *(f"--{o}" for o in args.validate)])
+          ["kilotok", "validate", str(out), "--prompts-per-domain", str(PROMPTS), "--max-tokens", "32", "--quality-tokens", "256",
+           *(f"--{o}" for o in args.validate)])
     report = json.loads((out / "validation" / "report.json").read_text())
     files = {"parent": CheckpointReader(HERE / "model").num_bytes, "export": CheckpointReader(out).num_bytes,
              "draft": CheckpointReader(out / "dflash").num_bytes}
