@@ -43,7 +43,7 @@ def _attention(c: DraftConfig) -> str:
     window = "full" if c.sliding_window is None else f"window {c.sliding_window}"
     if c.full_attention_layers:
         window += f", layers {list(c.full_attention_layers)} full"
-    causality = {"no": "non-causal", "always": "causal", "sliding": "causal in layers with the window"}[c.causal]
+    causality = {"never": "non-causal", "always": "causal", "sliding": "causal in layers with the window"}[c.causal]
     values = f", values{_times(c.attention_value_scale).removeprefix(',')}" if c.attention_value_scale != 1 else ""
     return f"{window}, {causality}, {c.num_attention_heads} heads of {c.head_dim}, {c.num_key_value_heads} KV{', sinks' if c.attention_sinks else ''}{values}"
 
