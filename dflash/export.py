@@ -29,8 +29,8 @@ def export_draft(run_dir: Path, out: Path) -> int:
     state = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in read_checkpoint(checkpoint).items() if name.startswith(WEIGHTS_PREFIX)}
     own_head, own_embedding = state.pop("own_head", None), state.pop("own_embedding", None)   # frozen ones of a draft it started from
     if draft.draft_ids is not None and own_head is None:
-        raise NotImplementedError(f"{run_dir}: a draft with a reduced vocabulary goes with rows of its target's head, which the run writes when it is finished. "
-                                  "Continue it with --resume.")
+        raise NotImplementedError(f"{run_dir}: a draft with a reduced vocabulary goes with rows of its target's head, which the run writes when it is "
+                                  "finished. Continue it with --resume.")
     try:
         draft.load_state_dict(state)
     except RuntimeError as error:
