@@ -83,6 +83,8 @@ def test_a_draft_with_everything_is_written_read_and_started_from(lab: Lab, monk
         (DRAFT_VOCABULARY, True, True, 0.5, "sliding", (1,), 0.9)
     trained = read_checkpoint(lab.root / "full" / "checkpoints" / "step-00000003.ckpt")
     for name, w in draft.state_dict().items():   # parts of the state, whatever file they are stored in
+        if name == "own_head":   # written for other engines; in training it is the target's
+            continue
         assert_equal(w, trained[f"draft.{name}"] if name == "draft_ids" else trained[f"draft.{name}"].to(torch.bfloat16).float(), what=name, bits=True)
     for n in range(2):
         assert bool(trained[f"draft.layers.{n}.self_attn.attention_sink_bias"].any())   # it began at zero: it was trained
