@@ -29,7 +29,7 @@ DRAFT_METADATA = "kilotok_draft.json"
 HELDOUT_PROMPTS = "heldout.jsonl"
 WEIGHTS = "model.safetensors"
 MASK_EMBEDDING = "mask_embedding.pt"   # of drafts that were trained with a mask vector of their own
-_OWN = ("mask_embedding", "draft_ids")   # of the model's state, what is stored in another form
+_OWN = ("mask_embedding", "draft_ids", "own_head", "own_embedding")   # of the model's state, what is stored in another form
 _TABLES = ("d2t", "t2d")
 _ALIASES = (("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."), ("midlayer.", "layers.0."))   # other names that engines read
 

@@ -27,10 +27,15 @@ def export_draft(run_dir: Path, out: Path) -> int:
         raise FileNotFoundError(f"{run_dir}: no checkpoint yet. Continue the run with --resume.")
     draft = DraftModel(DraftConfig.from_json(meta["draft_config"], where=f"{run_dir}: draft_config"))
     state = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in read_checkpoint(checkpoint).items() if name.startswith(WEIGHTS_PREFIX)}
+    own_head, own_embedding = state.pop("own_head", None), state.pop("own_embedding", None)   # frozen ones of a draft it started from
+    if draft.draft_ids is not None and own_head is None:
+        raise NotImplementedError(f"{run_dir}: a draft with a reduced vocabulary goes with rows of its target's head, which the run writes when it is "
+                                  "finished. Continue it with --resume.")
     try:
         draft.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(f"{checkpoint}: does not hold the draft that the run describes ({str(error).splitlines()[0]}).") from error
+    draft.own_head, draft.own_embedding = own_head, own_embedding
     with new_directory(out) as partial:
         write_draft(partial, draft, metadata=draft_record(meta, step=step_of(checkpoint)))
     return step_of(checkpoint)

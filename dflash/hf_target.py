@@ -16,6 +16,8 @@ from .context import Taps
 from .generate import TargetStep
 from .tree import ANCHOR, DraftTree
 
+FULL, SLIDING = "full_attention", "sliding_attention"   # what transformers calls the kinds of layers
+
 
 class HFTarget:
     """One sequence on a transformers model; its taps must be entered by the owner."""
@@ -43,7 +45,7 @@ class HFTarget:
             self._cache.crop(length - self.length)   # negative: how many to remove, the form that all versions know
 
     def read_tree(self, anchor: int, tree: DraftTree) -> TargetStep:
-        """One step with a mask of its own. Errors: ValueError beyond max_length."""
+        """One step with a mask of its own. Errors: ValueError beyond max_length, NotImplementedError for layers that are neither full nor sliding attention."""
         self._require_room(1 + max(tree.depths, default=0))
         start = self.length
         positions_T = torch.tensor([start, *(start + depth for depth in tree.depths)], device=self._device)
@@ -65,14 +67,15 @@ class HFTarget:
         for node, parent in enumerate(tree.parents):
             ancestors_TT[node + 1] |= ancestors_TT[parent - ANCHOR]
         visible = torch.cat((ancestors_TT.new_ones(1 + len(tree), start), ancestors_TT), dim=1)
-        window = getattr(config, "sliding_window", None)
-        if window is None:
+        window, kinds = getattr(config, "sliding_window", None), set(getattr(config, "layer_types", None) or ())
+        if unknown := sorted(kinds - {FULL, SLIDING}):
+            raise NotImplementedError(f"target: trees are verified by layers of full or sliding attention; {type(self.model).__name__} has {unknown[0]!r}. "
+                                      "Measure it with chains.")
+        if window is None or kinds == {FULL}:
             return self._additive(visible)
         key_positions = torch.cat((torch.arange(start, device=self._device), positions_T))
         near = visible & (positions_T.unsqueeze(1) - key_positions < window)
-        if getattr(config, "layer_types", None) is None:
-            return self._additive(near)
-        return {"full_attention": self._additive(visible), "sliding_attention": self._additive(near)}
+        return {FULL: self._additive(visible), SLIDING: self._additive(near)} if FULL in kinds else self._additive(near)
 
     def _additive(self, visible: Tensor) -> Tensor:
         dtype = next(self.model.parameters()).dtype

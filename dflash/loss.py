@@ -125,12 +125,14 @@ def dpace_weights(label_prob_RN: Tensor, *, counts_RN: Tensor, alpha: float) -> 
 
 def slot_sums(
     hidden_BAND: Tensor, *, targets: SlotTargets, head_VD: Tensor, target_hidden_BSD: Tensor, options: SlotLossOptions, draft_ids_U: Tensor | None = None,
-    multiplier: float = 1.0, softcap: float | None = None, target_multiplier: float = 1.0, target_softcap: float | None = None,
+    target_head_VD: Tensor | None = None, multiplier: float = 1.0, softcap: float | None = None, target_multiplier: float = 1.0,
+    target_softcap: float | None = None,
 ) -> SlotSums:
     """Loss and accuracy of the slots that count.
 
     Shapes: hidden_BAND from the draft; head_VD and target_hidden_BSD (after the final norm) of the target. With a reduced draft
-        vocabulary draft_ids_U holds the target's ids of its rows, int64 and ascending, and head_VD those rows only, [U, D].
+        vocabulary draft_ids_U holds the target's ids of its rows, int64 and ascending, and head_VD those rows only, [U, D]. A draft with a
+        head of its own has that in head_VD, and the target's, the same rows, in target_head_VD.
     Numerics: logits in the hidden states' dtype, or autocast's; softmax, weights and sums in fp32 (fp64 for fp64 input). multiplier and
         softcap as in `slot_losses`. No counting slot gives a zero loss that is still connected to the draft, so that no rank is left
         out of the backward pass.
@@ -151,8 +153,9 @@ def slot_sums(
         batch_of_row = rows // (slots * hidden_BAND.shape[1])
         teacher_TD = target_hidden_BSD.flatten(0, 1)[batch_of_row * target_hidden_BSD.shape[1] + targets.before.flatten()[rows]]
     losses = slot_losses(hidden_BAND.flatten(0, 2).index_select(0, rows), head_VD=head_VD, labels_T=labels.flatten()[rows], teacher_TD=teacher_TD,
-                         ce_weight=options.ce_weight, kl_weight=options.kl_weight, z_weight=options.z_weight, multiplier=multiplier, softcap=softcap,
-                         teacher_multiplier=target_multiplier, teacher_softcap=target_softcap, chunk_rows=options.chunk_rows)
+                         teacher_head_VD=target_head_VD, ce_weight=options.ce_weight, kl_weight=options.kl_weight, z_weight=options.z_weight,
+                         multiplier=multiplier, softcap=softcap, teacher_multiplier=target_multiplier, teacher_softcap=target_softcap,
+                         chunk_rows=options.chunk_rows)
     if options.weighting == "dpace":
         label_prob = torch.zeros(in_draft.numel(), dtype=losses.label_log_prob_T.dtype, device=rows.device)
         label_prob[rows] = losses.label_log_prob_T.exp()

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..kernels.attention import BlockPlan, attend_blocks, block_plan
 from .config import DraftConfig
@@ -61,9 +63,6 @@ def rotary_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
     c, half, cpu = config, config.rotary_dim // 2, torch.device("cpu")   # real numbers also where the model is made on the meta device
     if c.rope_scaling is None:
         return c.rope_theta ** (-torch.arange(half, dtype=torch.float64, device=cpu) / half), 1.0
-    from transformers import Qwen3Config
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     hf: Any = Qwen3Config(hidden_size=c.hidden_size, num_attention_heads=c.num_attention_heads, head_dim=c.head_dim,
                           max_position_embeddings=c.max_position_embeddings)
     hf.rope_parameters = {"rope_theta": c.rope_theta, "partial_rotary_factor": c.partial_rotary_factor, **c.rope_scaling}
@@ -165,6 +164,10 @@ class Blocks(NamedTuple):
 class DraftModel(nn.Module):
     """The draft head's trained tensors, 11 a layer and 3, under their published names; options add theirs."""
 
+    draft_ids: Tensor | None
+    own_head: Tensor | None
+    own_embedding: Tensor | None
+
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
@@ -176,8 +179,8 @@ class DraftModel(nn.Module):
         # target ids of the tokens it can propose, ascending; the logits have one column for each
         self.register_buffer("draft_ids", None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size))
         # of a checkpoint that brings its own head or embedding; else both are the target's
-        self.register_buffer("own_head", None, persistent=False)
-        self.register_buffer("own_embedding", None, persistent=False)
+        self.register_buffer("own_head", None)
+        self.register_buffer("own_embedding", None)
         self._frequencies, self._rotary_factor = rotary_frequencies(config)
 
     @torch.no_grad()

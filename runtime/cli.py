@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
+from ..dflash.checkpoint import DRAFT_DIRECTORY
 from ..dflash.export import KIND as DRAFT_RUN
 from ..dflash.export import export_draft
+from ..dflash.inspect import inspect_draft
 from ..quant.checkpoint import export_run, inspect_directory
 from ..quant.checkpoint.run import RUN_METADATA, Run, read_meta
 from .loading import DTYPES, load_served
@@ -28,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     export.add_argument("run", type=Path, help="run directory of `train qat`; one of `train dflash-distill` gives the draft of its newest checkpoint")
     export.add_argument("out", type=Path, help="directory to create")
     export.add_argument("--parent", type=Path, help="where the parent model lies now, if it moved since the run")
-    inspect = commands.add_parser("inspect", help="print what a checkpoint directory holds")
+    inspect = commands.add_parser("inspect", help="print what a checkpoint directory holds, and the conventions of the draft head in it")
     inspect.add_argument("directory", type=Path)
     serve = commands.add_parser("serve", help="an OpenAI-compatible server for an exported directory and the draft head in it")
     serve.add_argument("out", type=Path, help="directory of `kilotok export`")
@@ -65,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
             fields = {k: v for k, v in vars(options).items() if k != "command"}
             return 0 if validate(ValidateOptions(**fields))["ok"] else 1
         else:
-            print(inspect_directory(options.directory))
+            print(inspect_directory(options.directory), flush=True)   # also where the draft beside it is damaged
+            print(inspect_draft(options.directory / DRAFT_DIRECTORY))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

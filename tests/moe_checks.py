@@ -93,6 +93,9 @@ def relative(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
+REPEATS = 40   # a race that spoiled one run in a hundred went unseen with two
+
+
 def poison(workspace: Workspace) -> None:
     """NaN in everything that a launch must write before it reads."""
     workspace.inter_MCF.fill_(float("nan"))
@@ -102,7 +105,7 @@ def poison(workspace: Workspace) -> None:
 def check_products(shape: Shape, *, num_tokens: int, seed: int, scales: tuple[int, int] = (108, 128)) -> dict[str, float]:
     """Relative errors of the three kernels against float64 of the same bf16 inputs; bitwise checks on the way.
 
-    Bitwise: two runs, and a token alone against the same token among others.
+    Bitwise: the layer in REPEATS runs against its two products, and a token alone against the same token among others.
     """
     experts = min(shape.experts, 4 * shape.per_token)
     checkpoint = checkpoint_of(shape, seed=seed, experts=experts, scales=scales, device="cuda")
@@ -131,13 +134,13 @@ def check_products(shape: Shape, *, num_tokens: int, seed: int, scales: tuple[in
 
     layer = Experts(weights, workspace=space)
     results = []
-    for _ in range(2):
+    for _ in range(REPEATS):
         poison(space)
         results.append(layer(x, routing, y_TD=torch.full_like(y, float("nan"))).clone())
     layer.check_fault()
     errors["layer"] = relative(results[0], down_ref(exact_inter, weights, expected_routing))
-    assert torch.equal(results[0], results[1]), "two runs differ"
-    assert torch.equal(results[0], y), "the layer differs from its two products"
+    wrong = [i for i, result in enumerate(results) if not torch.equal(result, y)]
+    assert not wrong, f"runs {wrong} of {REPEATS} of the layer differ from its two products"
     for token in range(num_tokens):
         only = torch.full_like(ids, -1)
         only[token] = ids[token]

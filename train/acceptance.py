@@ -65,9 +65,9 @@ def measure_acceptance(
     if texts:
         walks = {d: [walk_rounds(draft, target, text) for text in some] for d, some in texts.items()}
         for d, parts in [*((d, [d]) for d in walks), ("all", list(walks))]:
-            some = [rounds for part in parts for rounds in walks[part]]
-            measured[d]["walk"] = {"texts": len(some), "tokens": sum(len(r.tokens) for rounds in some for r in rounds),
-                                   "acceptance_length": _or_none(acceptance_length(r for rounds in some for r in rounds))}
+            walked = [rounds for part in parts for rounds in walks[part]]
+            measured[d]["walk"] = {"texts": len(walked), "tokens": sum(len(r.tokens) for rounds in walked for r in rounds),
+                                   "acceptance_length": _or_none(acceptance_length(r for rounds in walked for r in rounds))}
     return measured
 
 

@@ -161,7 +161,9 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     data = PromptData(recipe.data, tokenizer=tokenizer, vocab_size=config.vocab_size, max_length=config.max_position_embeddings)
     target = load_exported_model(target_dir, dtype=autocast or torch.float32)
     if recipe.draft.init_from is not None:
-        draft.load_state_dict(read_draft(Path(recipe.draft.init_from), dtype=torch.float32).state_dict())
+        existing = read_draft(Path(recipe.draft.init_from), dtype=torch.float32)
+        draft.own_head, draft.own_embedding = existing.own_head, existing.own_embedding   # frozen, and written again
+        draft.load_state_dict(existing.state_dict())
     else:
         final_norm: Any = target.model.norm  # type: ignore[union-attr]
         embedding: Tensor = target.get_input_embeddings().weight  # type: ignore[operator]
@@ -203,7 +205,8 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     rank_zero_print(str(parity))
     parity.require()
     if recipe.data.features is not None:
-        rows = store_features(rows, directory=Path(recipe.data.features), target=target, target_sha256=record["sha256"], layer_ids=shape.target_layer_ids,
+        of = record["sha256"] if recipe.features_from is None else sha256_of_weights(Path(recipe.features_from))
+        rows = store_features(rows, directory=Path(recipe.data.features), target=teacher.to(device), target_sha256=of, layer_ids=shape.target_layer_ids,
                               recipe=recipe, trainer=trainer, rank=rank)
     if "before" not in meta:
         rank_zero_print(f"measuring the draft before training ({origin})")

@@ -39,7 +39,9 @@ def slot_pass(
     slots = draft(features, blocks=Blocks(anchors_BA=index, ids_BA=ids.gather(1, index), positions_BS=positions), embedding_VD=embedding, flex=flex)
     targets = slot_targets(ids, documents_BS=documents, supervised_BS=supervised, anchor_index_BA=index, anchor_valid_BA=is_valid,
                            block_size=draft.config.block_size)
-    return slot_sums(slots, targets=targets, head_VD=draft.head_rows(head_weight(target)), target_hidden_BSD=hidden, options=loss,
+    head = head_weight(target)
+    rows = None if draft.own_head is None else head if draft.draft_ids is None else head[draft.draft_ids]
+    return slot_sums(slots, targets=targets, head_VD=draft.head_rows(head), target_head_VD=rows, target_hidden_BSD=hidden, options=loss,
                      draft_ids_U=draft.draft_ids, multiplier=draft.config.output_multiplier, softcap=draft.config.logit_softcap,
                      target_softcap=getattr(target.config, "final_logit_softcapping", None))
 

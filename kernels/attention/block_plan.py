@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 TILE = 128
 
@@ -106,8 +107,6 @@ def tile_runs(anchors_BA: Tensor, *, firsts_BA: Tensor, block_size: int, length:
 
 
 def _block_mask(anchors_BA: Tensor, *, firsts_BA: Tensor, block_size: int, length: int, window: int | None, causal: bool) -> Any:
-    from torch.nn.attention.flex_attention import BlockMask  # seconds to import, and only GPUs use it
-
     partial, whole = tile_runs(anchors_BA, firsts_BA=firsts_BA, block_size=block_size, length=length, window=window)
     anchors, firsts = anchors_BA.int().contiguous(), firsts_BA.int().contiguous()
 

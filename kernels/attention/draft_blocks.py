@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from .block_plan import BlockPlan
 
@@ -70,8 +71,6 @@ def attend_blocks_ref(
 
 
 def _flex_attention(query: Tensor, keys: Tensor, values: Tensor, *, block_mask: Any, enable_gqa: bool, with_lse: bool) -> Any:
-    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
-
     if not with_lse:
         return flex_attention(query, keys, values, block_mask=block_mask, enable_gqa=enable_gqa)
     mixed, aux = flex_attention(query, keys, values, block_mask=block_mask, enable_gqa=enable_gqa, return_aux=AuxRequest(lse=True))

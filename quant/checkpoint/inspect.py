@@ -60,7 +60,6 @@ def inspect_directory(directory: Path) -> str:
         lines.append(f"  made from     {parent['path']} (sha256 {parent['sha256'][:12]}), QAT step {run['step']} of {run['max_steps']}")
     elif kinds["packed experts"]:
         lines.append(f"  scale_mode    not recorded (no {METADATA}: written by another tool)")
-    lines.append(f"  draft head    {_draft_line(directory / 'dflash')}")
     return "\n".join(lines)
 
 
@@ -72,19 +71,6 @@ def _kinds_of_packed(reader: CheckpointReader) -> dict[str, str]:
         mxfp4 = fmt in ("mxfp4", "gpt-oss")
         found[weight], found[scale] = ("packed experts", "expert scales") if mxfp4 else (f"{fmt} weights", f"{fmt} scales")
     return found
-
-
-def _draft_line(directory: Path) -> str:
-    """The conventions of a DFlash head, from the keys that engines read."""
-    path = directory / "config.json"
-    if not path.is_file():
-        return "none"
-    raw = json.loads(path.read_text())
-    dflash = raw.get("dflash_config") or {}
-    window = f"window {raw.get('sliding_window')}" if dflash.get("use_swa") else "full attention"
-    causality = "causal" if raw.get("is_causal") else "non-causal"
-    return (f"in dflash/: {raw.get('num_hidden_layers')} layers, block {raw.get('block_size')}, {window}, {causality}, "
-            f"taps {dflash.get('target_layer_ids')}, mask token {dflash.get('mask_token_id')}")
 
 
 _BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "U8": 1, "I8": 1, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E8M0": 1}

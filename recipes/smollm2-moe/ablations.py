@@ -73,7 +73,8 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of every run, such as trainer.accelerator=cpu")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    waiting, running, failed = list(args.rows), {}, []
+    waiting, failed = list(args.rows), []
+    running: dict[str, subprocess.Popen[bytes]] = {}
     while waiting or running:
         while waiting and len(running) < args.jobs:
             name = waiting.pop(0)

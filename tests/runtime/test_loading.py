@@ -168,7 +168,7 @@ def test_a_draft_whose_taps_were_changed(out: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "name", "mine", "theirs"), [
-    ({"hidden_size": 48}, "hidden_size", 48, 64), ({"vocab_size": 512}, "vocab_size", 512, 4096), ({"num_target_layers": 3}, "num_target_layers", 3, 2)])
+    ({"hidden_size": 48}, "hidden_size", 48, 64), ({"vocab_size": 8192}, "vocab_size", 8192, 4096), ({"num_target_layers": 3}, "num_target_layers", 3, 2)])
 def test_a_draft_of_other_shapes(out: Path, changes: dict[str, int], name: str, mine: int, theirs: int) -> None:
     add_draft(out, **changes)
     refused(out, ValueError, rf"^draft: .* is for a target with {name} {mine}; .* has {theirs}\. ")

@@ -203,7 +203,7 @@ def test_the_weights_are_the_sources_shares_of_the_rows() -> None:
     """However many rows they have; a domain may have several sources. 4000 draws: six standard deviations are 0.05."""
     sources = [[torch.full((4, 8), s)] * n for s, n in enumerate((1, 50, 7))]
     data = RowData(sources, weights=[2.0, 1.0, 1.0], seed=0, batch_size=1, accumulate=1, max_steps=4000)
-    data.trainer = SimpleNamespace(global_step=0, world_size=1, global_rank=0)  # type: ignore[assignment]
+    data.trainer = SimpleNamespace(strategy=None, global_step=0, world_size=1, global_rank=0)  # type: ignore[assignment]
     drawn = [int(batch[0, 0, 0]) for batch in data.train_dataloader()]
     assert [drawn.count(s) / 4000 for s in range(3)] == pytest.approx([0.5, 0.25, 0.25], abs=0.05)
 
@@ -380,16 +380,18 @@ def test_without_a_recipe_the_default_one_is_printed(tmp_path: Path, capsys: pyt
 def test_every_option_of_a_recipe_is_named() -> None:
     """Frozen: a renamed option breaks recipes and command lines that people have."""
     assert list(option_names(DistillRecipe)) == [
-        "target", "run", "out",
+        "target", "run", "out", "features_from",
         "draft", *(f"draft.{n}" for n in ("init_from", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-                                          "target_layer_ids", "mask_token_id", "block_size", "sliding_window", "rope_theta")),
+                                          "target_layer_ids", "mask_token_id", "block_size", "sliding_window", "full_attention_layers", "causal", "rope_theta",
+                                          "partial_rotary_factor", "rope_scaling", "attention_sinks", "attention_value_scale", "mask_embedding",
+                                          "draft_vocab_size", "output_multiplier", "logit_softcap")),
         "loss", *(f"loss.{n}" for n in ("ce_weight", "kl_weight", "z_weight", "weighting", "decay_gamma", "dpace_alpha", "chunk_rows", "anchors",
                                         "anchors_by")),
         "optim", *(f"optim.{n}" for n in ("kind", "muon_lr", "adamw_lr", "muon_weight_decay", "adamw_weight_decay", "momentum", "betas", "schedule",
                                           "warmup_steps", "warmup_ratio", "decay_share", "final_lr_ratio", "max_grad_norm")),
         "data", *(f"data.{n}" for n in ("train", "heldout", "sequence_length", "prompt_tokens", "prompts_per_document", "max_new_tokens", "temperatures",
                                         "generation_batch", "responses", "endpoint", "endpoint_model", "endpoint_concurrency", "shard", "features",
-                                        "heldout_prompts", "heldout_new_tokens")),
+                                        "heldout_prompts", "heldout_new_tokens", "heldout_texts", "heldout_tree_budget")),
         "trainer", *(f"trainer.{n}" for n in ("max_steps", "batch_size", "accumulate_grad_batches", "precision", "accelerator", "devices",
                                               "checkpoint_every_steps", "log_every_steps", "val_every_steps", "wandb_project", "seed", "strategy",
                                               "num_nodes"))]

@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from kilotok.dflash.anchors import anchor_generator, draw_anchors
 from kilotok.dflash.export import export_draft
 from kilotok.quant.checkpoint.run import newest_checkpoint, read_checkpoint
-from kilotok.train import distill
+from kilotok.train import distill, responses
 from kilotok.train.cli import main as train
 from kilotok.train.distill_data import SUPERVISED
 from kilotok.train.sharding import data_parallel_rank, data_parallel_size
@@ -201,6 +201,31 @@ def test_a_rank_without_anchors_waits_for_nobody_and_adds_nothing(strategy: str,
                      patch=lambda rank: unsupervised(slice(0, 2 * rank))(rank))
     for a, b in zip(losses(alone), losses(folder), strict=True):
         assert a > 1 and b == pytest.approx(a, rel=SAME_LOSS)
+
+
+def test_every_batch_of_answers_is_written_by_one_rank_and_read_by_all(lab: Lab) -> None:
+    """Two ranks that wrote one file would write its partial file into each other's. The answers are those of a single process."""
+    (lab.root / "written").mkdir()
+
+    def record(rank: int) -> None:
+        real = responses.write_atomically
+
+        def write(path: Path, *, text: str) -> None:
+            with (lab.root / "written" / str(rank)).open("a") as f:
+                f.write(f"{path.relative_to(lab.root / 'of-ranks')}\n")
+            real(path, text=text)
+
+        responses.write_atomically = write
+
+    lab.run("answering", *split(2, 1), "--data.responses", str(lab.root / "of-ranks"), "--data.generation_batch", "2", "--data.heldout_texts", "1",
+            "--trainer.max_steps", "1", world=2, patch=record)
+    written = [(lab.root / "written" / str(rank)).read_text().split() for rank in range(2)]
+    assert written == [[f"00-chat/{n:06d}.json" for n in (0, 2, 4)] + ["heldout-chat/000000.json"], [f"00-chat/{n:06d}.json" for n in (1, 3, 5)]]
+    assert {str(p.relative_to(lab.root / "of-ranks")) for p in (lab.root / "of-ranks").rglob("*") if p.is_file()} == {n for some in written for n in some}
+    lab.run("answering-alone", *split(2, 1), "--data.responses", str(lab.root / "of-one"), "--data.generation_batch", "2", "--data.heldout_texts", "1",
+            "--trainer.max_steps", "1")
+    for name in (n for some in written for n in some):
+        assert (lab.root / "of-one" / name).read_text() == (lab.root / "of-ranks" / name).read_text(), name
 
 
 def test_micro_batches_and_ranks_never_share_a_key(lab: Lab) -> None:

@@ -211,7 +211,7 @@ def options(*arguments: str) -> Callable[[Case], list[str]]:
     (options("--draft.init_from", "/nowhere"), ["/nowhere: no config.json", "DFlash draft head"]),
     (lambda case: ["--draft.init_from", str(case.target)], ["target/config.json: no dflash_config section"]),
     (other_draft(hidden_size=32), ["draft.init_from: ", "hidden_size 32; this target has 64"]),
-    (other_draft(vocab_size=512), ["draft.init_from: ", "vocab_size 512; this target has 4096"]),
+    (other_draft(vocab_size=8192), ["draft.init_from: ", "vocab_size 8192; this target has 4096"]),
     (other_draft(num_target_layers=3), ["draft.init_from: ", "num_target_layers 3; this target has 2"]),
     (draft_with_nan, ["old: layers.0.mlp.up_proj.weight holds NaN or infinity"]),
     (draft_truncated, ["old/model.safetensors: cannot be read as safetensors", "truncated or damaged"]),
@@ -263,7 +263,7 @@ def begun(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(distill, "generate_responses", stop)
+        patch.setattr(distill, "make_rows", stop)
         assert case.train() == 130
     assert json.loads((case.run / "meta.json").read_text())["status"] == "running" and not (case.target / "dflash").exists()
     return case

@@ -149,7 +149,7 @@ def test_the_loader_yields_states_with_their_rows(tmp_path: Path) -> None:
 
     def batches(sources: list[Any], *, step: int) -> list[Any]:
         data = RowData(sources, weights=[0.5, 0.5], seed=1, batch_size=2, accumulate=1, max_steps=6)
-        data.trainer = SimpleNamespace(global_step=step, world_size=1, global_rank=0)  # type: ignore[assignment]
+        data.trainer = SimpleNamespace(strategy=None, global_step=step, world_size=1, global_rank=0)  # type: ignore[assignment]
         return list(data.train_dataloader())
 
     for step in (0, 4):

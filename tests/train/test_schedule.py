@@ -82,3 +82,15 @@ def test_matrices_are_trained_by_the_optimizer_that_is_asked_for(kind: Any) -> N
     for name, p in draft.named_parameters():
         expected = (True, 0.5, 0.25) if kind == "muon" and p.dim() == 2 else (False, 0.25, 0.125)   # half way up the warm-up of two steps
         assert of_parameter[name] == expected, name
+
+
+def test_a_decay_of_zero_is_zero() -> None:
+    """verl-SpeCo#91: `value or default` takes a zero for nothing said."""
+    draft = DraftModel(DraftConfig(hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
+                                   vocab_size=16, target_layer_ids=(0,), num_target_layers=2, mask_token_id=3))
+    optim = MuonConfig(muon_weight_decay=0.0, adamw_weight_decay=0.0, momentum=0.0, betas=(0.0, 0.0), final_lr_ratio=0.0)
+    groups = DistillModule(DistillRecipe(optim=optim), draft=draft, target=nn.Linear(2, 2)).configure_optimizers()["optimizer"].param_groups
+    assert {g["use_muon"] for g in groups} == {True, False}
+    for g in groups:
+        assert g["weight_decay"] == 0.0 and (g["momentum"] == 0.0 if g["use_muon"] else tuple(g["betas"]) == (0.0, 0.0))
+    assert optim.rate_share(10, max_steps=10) == 0.0

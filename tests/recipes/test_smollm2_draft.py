@@ -1,0 +1,119 @@
+"""The prompts and the ablations of SmolLM2-MoE's draft: what is held out stays out, and every row is the settings it is called."""
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kilotok.train.distill_config import DistillRecipe
+from kilotok.train.recipe import load_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "smollm2-moe"
+DOMAINS = ("code", "math", "chat", "agent")
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def prompts() -> ModuleType:
+    return load("prompts")
+
+
+@pytest.fixture(scope="module")
+def ablations() -> ModuleType:
+    return load("ablations")
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_data(root: Path) -> None:
+    """Sixty rows for each file, in its own columns."""
+    def write(file: str, make: Any) -> None:
+        path = root / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(make(i)) + "\n" for i in range(60)))
+
+    for file in ("mbpp/train.jsonl", "mbpp/test.jsonl"):
+        write(file, lambda i, file=file: {"text": f"Write function {i} of {file}.", "test_list": [f"assert f({i}) == {i}"]})
+    write("humaneval/humaneval.jsonl", lambda i: {"prompt": f"def f{i}(x):\n    \"\"\"Number {i}.\"\"\"\n"})
+    for file in ("gsm8k/train.jsonl", "gsm8k/test.jsonl"):
+        write(file, lambda i, file=file: {"question": f"How much is {i} + {i} in {file}?"})
+    write("svamp/svamp.jsonl", lambda i: {"Body": f"Ann has {i} nuts.", "Question": "How many?"})
+    write("self_instruct/seed_tasks.jsonl", lambda i: {"instruction": f"Say {i}.", "instances": [{"input": ""}]})
+    write("oasst/oasst_filtered.jsonl", lambda i: {"prompt": f"Расскажи про число {i}." if i % 2 else f"Tell me of {i}."})
+    for file in ("arena_hard_v2/prompts.jsonl", "mt_bench/question.jsonl"):
+        write(file, lambda i, file=file: {"turns": [f"Describe {i} as in {file}."]})
+    for name in ("simple_python", "multiple", "parallel", "irrelevance"):
+        write(f"bfcl/{name}.jsonl", lambda i, name=name: {"question": [[{"role": "user", "content": f"Call {name} with {i}."}]],
+                                                          "function": [{"name": f"f{i}"}]})
+
+
+def test_what_is_held_out_is_not_trained_on(prompts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_data(tmp_path / "data")
+    monkeypatch.setattr("sys.argv", ["prompts.py", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")])
+    prompts.main()
+    for domain in DOMAINS:
+        train, heldout = (rows_of(path / f"{domain}.jsonl") for path in (tmp_path / "out", tmp_path / "out" / "heldout"))
+        texts = [{r["prompt"] for r in rows} for rows in (train, heldout)]
+        assert train and heldout and not texts[0] & texts[1]
+        assert len(texts[0]) == len(train) and len(texts[1]) == len(heldout)
+    everything = {domain: [r["prompt"] for r in rows_of(tmp_path / "out" / f"{domain}.jsonl")] for domain in DOMAINS}
+    assert not any("mbpp/test" in p or "def f1(x)" in p for p in everything["code"]) and any("mbpp/train" in p for p in everything["code"])
+    assert not any("gsm8k/test" in p for p in everything["math"]) and not any("mt_bench" in p for p in everything["chat"])
+    assert not any("Расскажи" in p for p in everything["chat"])
+    assert all(p.startswith(prompts.CALLS) and '{"name": "f' in p for p in everything["agent"])
+
+
+def recipe_of(ablations: ModuleType, name: str) -> DistillRecipe:
+    args = argparse.Namespace(out=Path("out"), target=Path("t"), parent=Path("bf16"), responses=Path("r"), steps=250, set=[])
+    command = ablations.command(name, args)
+    assert command[3:5] == ["dflash-distill", str(RECIPES / "distill.yaml")]
+    return load_recipe(DistillRecipe, path=RECIPES / "distill.yaml", overrides=command[5:])
+
+
+def test_rows_differ_in_what_they_say(ablations: ModuleType) -> None:
+    ours = recipe_of(ablations, "ours")
+    assert (ours.loss.anchors, ours.optim.kind, ours.features_from, ours.trainer.max_steps) == (4096, "muon", None, 250)
+    recipes = {name: recipe_of(ablations, name) for name in ablations.ROWS}
+    assert recipes["anchors-512"].loss.anchors == 512 and recipes["adamw-1e-3"].optim.kind == recipes["adamw-3e-3"].optim.kind == "adamw"
+    assert recipes["parent"].features_from == "bf16"
+    for name, recipe in recipes.items():
+        assert (recipe.data.sequence_length, recipe.trainer.batch_size, recipe.trainer.seed, recipe.data.responses) == (4096, 4, 20261130, "r"), name
+        assert (recipe.data.train, recipe.data.heldout) == (ours.data.train, ours.data.heldout), name
+
+
+def test_the_peers_rows_are_their_published_settings(ablations: ModuleType) -> None:
+    theirs = recipe_of(ablations, "specforge")
+    assert (theirs.optim.kind, theirs.optim.adamw_lr, theirs.optim.adamw_weight_decay, theirs.optim.warmup_ratio) == ("adamw", 6e-4, 0.0, 0.04)
+    assert (theirs.loss.ce_weight, theirs.loss.kl_weight, theirs.loss.anchors, theirs.loss.anchors_by) == (1.0, 0.0, 512, "token")
+    assert theirs.draft.sliding_window is None and theirs.draft.causal == "never"
+    theirs = recipe_of(ablations, "speculators")
+    assert (theirs.optim.kind, theirs.optim.muon_lr, theirs.optim.muon_weight_decay, theirs.optim.schedule) == ("muon", 1e-3, 0.1, "linear")
+    assert (theirs.loss.weighting, theirs.loss.dpace_alpha, theirs.loss.ce_weight, theirs.loss.kl_weight) == ("dpace", 0.5, 1.0, 0.0)
+    assert (theirs.draft.sliding_window, theirs.draft.causal, theirs.draft.target_layer_ids) == (2048, "always", [1, 14, 26])
+
+
+def test_the_table_says_what_did_not_finish(ablations: ModuleType, tmp_path: Path) -> None:
+    def figures(length: float) -> dict[str, Any]:
+        return {d: {"walk": {"acceptance_length": length}} for d in (*DOMAINS, "all")}
+
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "meta.json").write_text(json.dumps({"before": figures(1.01), "after": figures(2.5)}))
+    (tmp_path / "specforge").mkdir()
+    (tmp_path / "specforge" / "meta.json").write_text(json.dumps({"before": figures(1.0)}))
+    table = ablations.table(argparse.Namespace(out=tmp_path, rows=["ours", "specforge"])).splitlines()
+    assert table[0] == "| settings | code | math | chat | agent | all | untrained |"
+    assert "| this recipe | 2.500 | 2.500 | 2.500 | 2.500 | 2.500 | 1.010 |" in table
+    assert "| SpecForge's published settings | not finished |" in table and "| speculators' published settings | not run |" in table
