@@ -1,5 +1,6 @@
 """From a recipe's draft section and a target to the draft's configuration."""
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def _shape_of_existing(directory: Path, *, config: Any) -> tuple[DraftConfig, st
     metadata = read_metadata(directory)
     target = (metadata or {}).get("target")
     made_for = f"distilled from weights {target['sha256'][:12]}" if target else "of unknown origin"
-    return c, f"warm start from {directory}, {made_for}"
+    return dataclasses.replace(c, num_target_layers=config.num_hidden_layers), f"warm start from {directory}, {made_for}"
 
 
 def _default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
