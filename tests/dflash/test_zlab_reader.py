@@ -165,8 +165,8 @@ def test_features_are_theirs(target: nn.Module, taps: tuple[int, ...]) -> None:
 
 @torch.no_grad()
 def test_a_tap_on_the_last_layer_is_before_the_norm_here_and_after_it_there(target: nn.Module) -> None:
-    """transformers gives the last layer's states only after the final norm. The published rule never taps it; MiMo's drafts do (69 of 70), for engines that
-    take every layer's output before a norm, which is ours. For z-lab's loop leave the last layer out."""
+    """transformers gives the last layer's states only after the final norm. The published rule never taps it, so the paper's drafts do not
+    tell; MiMo's do tap it (69 of 70), and vLLM takes the residual stream behind a layer, before any norm, as we do. For z-lab's loop leave it out."""
     with Taps(target, layer_ids=(3,)) as entered:
         states = target(torch.tensor([ids_of(3)]), output_hidden_states=True).hidden_states
         ours = entered.take()
