@@ -92,6 +92,8 @@ def draft_plan(draft: DraftModel, *, origin: str) -> str:
         ("output multiplier", c.output_multiplier, 1.0), ("logit softcap", c.logit_softcap, None), ("vocabulary", c.draft_vocab_size, None))
         if value != neutral]
     options += [name for name, on in (("attention sinks", c.attention_sinks), ("trained mask embedding", c.mask_embedding)) if on]
+    if c.num_target_layers is not None and c.num_target_layers - 1 in c.target_layer_ids:
+        options.append("taps the last layer, which vLLM and this project read before the final norm, z-lab's code after it and some SGLang models not at all")
     if c.backbone_rotary_base is not None:
         options.append(f"backbone_rotary_base {c.backbone_rotary_base:g} not used, as in vLLM and SGLang")
     return (f"draft head: {c.num_hidden_layers} layers, {sum(p.numel() for p in draft.parameters()):,} weights, block {c.block_size} (the anchor and "
