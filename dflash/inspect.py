@@ -52,7 +52,7 @@ def _rope(c: DraftConfig) -> str:
     turned = "" if c.partial_rotary_factor == 1 else f", {c.rotary_dim} of {c.head_dim} dimensions turn"
     scaling = dict(c.rope_scaling or {})
     kind = scaling.pop("rope_type", None)
-    scaled = "" if kind is None else f", {kind} ({', '.join(f'{key} {value}' for key, value in scaling.items())})"
+    scaled = "" if kind is None else f", {kind} ({', '.join(f'{key} {value}' for key, value in sorted(scaling.items()))})"
     return f"theta {c.rope_theta:g}{turned}{scaled}"
 
 

@@ -225,7 +225,7 @@ def test_ctrl_c_says_how_to_go_on(tiny_recipe: Path, tmp_path: Path) -> None:
     while not list((tmp_path / "run" / "checkpoints").glob("step-*.ckpt")) and time.time() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=180)
     assert process.returncode == 130 and "--resume" in error.splitlines()[-1]
 
 
