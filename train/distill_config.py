@@ -6,9 +6,12 @@ from typing import Any, Literal, get_args
 
 from ..dflash.config import Causality
 from ..dflash.loss import SlotLossOptions
+from ..dflash.sampling import MIN_TEMPERATURE
 from .config import ScaleOutConfig, Source, at_least, positive
 from .schedule import Schedule, rate_share
 from .shares import Share
+
+MAX_TREE_BUDGET = 63   # the server's: with the anchor 64, the token columns of its widest step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +75,12 @@ class PromptConfig:
             if self.responses is None:
                 raise ValueError(f"data.shard: a share ({self.shard}) is written where the run that trains finds it. Give data.responses, a shared directory.")
         at_least("data.heldout_texts", self.heldout_texts, 0)
-        if self.heldout_tree_budget is not None:
-            positive("data.heldout_tree_budget (null for no trees)", self.heldout_tree_budget)
-        if not self.temperatures or any(not 0 <= t <= 10 for t in self.temperatures):
-            raise ValueError(f"data.temperatures: needs at least one, each in 0..10; got {self.temperatures}.")
+        if self.heldout_tree_budget is not None and not 1 <= self.heldout_tree_budget <= MAX_TREE_BUDGET:
+            raise ValueError(f"data.heldout_tree_budget (null for no trees): must lie in 1..{MAX_TREE_BUDGET}, as served; got {self.heldout_tree_budget}.")
+        if not self.temperatures or any(t != 0 and not MIN_TEMPERATURE <= t <= 10 for t in self.temperatures):
+            raise ValueError(f"data.temperatures: needs at least one, each 0 (greedy) or in {MIN_TEMPERATURE}..10; got {self.temperatures}.")
+        if len(set(self.temperatures)) < len(self.temperatures):
+            raise ValueError(f"data.temperatures: the same one twice: {self.temperatures}. Leave one of them out.")
 
 
 @dataclass(frozen=True, kw_only=True)
