@@ -50,8 +50,8 @@ class Answers:
             self.server = connect(None)
             name = self.server.model
         self.how = [Answering(directory=self.root / f"{number:02d}-{source.domain}", target_sha256=target_sha256, dtype=str(dtype),
-                              temperatures=tuple(d.temperatures), max_new_tokens=d.max_new_tokens, batch_size=d.generation_batch, eos_ids=eos_ids,
-                              pad_id=self.pad_id, seed=recipe.trainer.seed, server=name) for number, source in enumerate(d.train)]
+                              vocab_size=config.vocab_size, temperatures=tuple(d.temperatures), max_new_tokens=d.max_new_tokens, batch_size=d.generation_batch,
+                              eos_ids=eos_ids, pad_id=self.pad_id, seed=recipe.trainer.seed, server=name) for number, source in enumerate(d.train)]
         for prompts, how in zip(data.train, self.how, strict=True):
             check_stored(prompts, how=how)
         if d.endpoint is not None and self.server is None and not all(is_complete(p, how=h) for p, h in zip(data.train, self.how, strict=True)):
@@ -76,7 +76,16 @@ class Answers:
 
     def _recorded_name(self) -> str | None:
         path = self.root / ENDPOINT_RECORD
-        return str(json.loads(path.read_text())["model"]) if path.is_file() else None
+        if not path.is_file():
+            return None
+        try:
+            name = json.loads(path.read_text())["model"]
+            if not isinstance(name, str):
+                raise TypeError(f"model is {json.dumps(name):.60}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not readable as the record of a server ({type(error).__name__}: {error}). Remove it, and name the server's model as "
+                             "data.endpoint_model.") from error
+        return name
 
 
 def answer_share(recipe: DistillRecipe) -> int:
@@ -104,6 +113,9 @@ def make_rows(answers: Answers, *, run_dir: Path, meta: dict[str, Any], rank: Sh
     for number, (how, source, prompts) in enumerate(zip(answers.how, d.train, data.train, strict=True)):
         responses = generate_responses(answers.answerer, prompts, how=how, say=rank_zero_print, share=rank)
         unclear = len(prompts) * len(d.temperatures) - len(responses)
+        if not responses:
+            raise ValueError(f"data source {source.domain!r}: the tokens of none of its {unclear} answers can be told: the server gave text alone. "
+                             "Answer by one that sends token ids (return_token_ids), or in process, into another --data.responses.")
         packed, left_out = packed_rows(responses, length=d.sequence_length, pad_id=how.pad_id)
         if not packed:
             raise ValueError(f"data source {source.domain!r}: no response fits data.sequence_length ({d.sequence_length}) or has two tokens. "

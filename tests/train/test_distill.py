@@ -162,7 +162,8 @@ def material(whole: Whole) -> tuple[DistillRecipe, PromptData, list[list[Tensor]
     rows, left_out = [], []
     for number, (source, prompts) in enumerate(zip(recipe.data.train, data.train, strict=True)):
         how = Answering(directory=whole.run / "responses" / f"{number:02d}-{source.domain}", target_sha256=sha256_of_weights(whole.target),
-                        dtype="torch.float32", temperatures=(0.0, 0.2), max_new_tokens=12, batch_size=2, eos_ids=frozenset({2}), pad_id=0, seed=0)
+                        dtype="torch.float32", vocab_size=4096, temperatures=(0.0, 0.2), max_new_tokens=12, batch_size=2, eos_ids=frozenset({2}), pad_id=0,
+                        seed=0)
         responses = generate_responses(nn.Identity(), prompts, how=how, say=print)
         packed, left = packed_rows(responses, length=96, pad_id=0)
         rows.append(packed)
