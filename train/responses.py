@@ -78,6 +78,11 @@ def check_stored(prompts: Sequence[Prompt], *, how: Answering) -> None:
         _read(batch, how=how)
 
 
+def fingerprint(prompts: Sequence[Prompt], *, how: Answering) -> str:
+    """Eight hex digits of all that the answers depend on, which `how.directory` is not."""
+    return hashlib.sha256("".join(batch.key for batch in _batches(prompts, how=how)).encode()).hexdigest()[:8]
+
+
 def is_complete(prompts: Sequence[Prompt], *, how: Answering) -> bool:
     """Whether no batch is missing."""
     return all(batch.path.is_file() for batch in _batches(prompts, how=how))
