@@ -125,8 +125,8 @@ def make_rows(answers: Answers, *, run_dir: Path, meta: dict[str, Any], rank: Sh
         responses = generate_responses(answers.answerer, prompts, how=how, say=rank_zero_print, share=rank)
         unclear = len(prompts) * len(d.temperatures) - len(responses)
         if not responses:
-            raise ValueError(f"data source {source.domain!r}: the tokens of none of its {unclear} answers can be told: the server gave text alone. "
-                             "Answer by one that sends token ids (return_token_ids), or in process, into another --data.responses.")
+            raise ValueError(f"data source {source.domain!r}: the tokens of none of its {unclear} answers can be told: the server sent no ids, or "
+                             "not which token ended them. Answer by one that sends token_ids, or in process, into another --data.responses.")
         packed, left_out = packed_rows(responses, length=d.sequence_length, pad_id=how.pad_id)
         if not packed:
             raise ValueError(f"data source {source.domain!r}: no response fits data.sequence_length ({d.sequence_length}) or has two tokens. "

@@ -216,8 +216,8 @@ def test_the_written_draft_is_the_checkpoint_in_bf16(whole: Whole) -> None:
     assert read_config(whole.draft) == first_draft(load_exported_model(whole.target, dtype=torch.float32)).config
     meta, metadata = read_meta(whole.run), read_metadata(whole.draft)
     assert metadata == {"format": "dflash", "target_layer_ids": [0, 1], "mask_token_id": 3, "block_size": 8, "step": STEPS,
-                        **{k: meta[k] for k in ("target", "started_from", "responses", "parity", "before", "after", "max_steps", "versions", "device",
-                                              "commit")}}
+                        **{k: meta[k] for k in ("target", "started_from", "features_from", "responses", "parity", "before", "after", "max_steps", "versions",
+                                                    "device", "commit")}}
     config = json.loads((whole.target / "config.json").read_text())
     assert "distilled from these weights" in require_fitting_draft(whole.draft, target=whole.target, target_config=config)
     data = material(whole)[1]
