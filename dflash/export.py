@@ -11,7 +11,7 @@ from .model import DraftModel
 
 KIND = "dflash-distill"
 WEIGHTS_PREFIX = "draft."                                                       # of the trained module inside a Lightning checkpoint
-RECORDED = ("target", "started_from", "responses", "parity", "before", "after", "max_steps", "versions", "device", "commit")
+RECORDED = ("target", "started_from", "features_from", "responses", "parity", "before", "after", "max_steps", "versions", "device", "commit")
 
 
 def export_draft(run_dir: Path, out: Path) -> int:

@@ -1,12 +1,15 @@
 """The recipe of `train qat`: frozen dataclasses, one field a line. A YAML file names only what differs."""
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ..kernels.mx import SCALE_MODES, ScaleMode
 from ..quant.plan import PlanOptions
 from ..quant.sensitivity import Granularity
+
+DOMAIN = re.compile(r"[\w-][\w. -]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +130,8 @@ class Source:
     part: Literal["all", "train", "heldout"] = "all"  # heldout: documents whose name has sha256 % 10 == 0; train: the others
 
     def __post_init__(self) -> None:
+        if not DOMAIN.fullmatch(self.domain):   # folders and columns are named after it
+            raise ValueError(f"data source {self.domain!r}: a domain has letters, digits, spaces and - _ . alone, beginning with no space or dot. Rename it.")
         if not self.stdlib and self.hub is None and self.path is None:
             raise ValueError(f"data source {self.domain!r}: needs one of stdlib: true, hub: NAME or path: FILE; got none.")
         if self.stdlib and (self.hub or self.path):

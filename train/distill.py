@@ -28,7 +28,7 @@ from .acceptance import acceptance_alarm, acceptance_figures, acceptance_table, 
 from .callbacks import HeldoutFigures, MetricsCSV
 from .distill_config import DistillRecipe
 from .distill_data import DOCUMENTS, PromptData, RowData
-from .distill_rows import Answers, answer_share, heldout_texts, make_rows, start_ranks, store_features
+from .distill_rows import Answers, answer_share, check_features, heldout_texts, make_rows, start_ranks, store_features
 from .draft_shape import choose_draft_ids, draft_plan, resolve_shape
 from .fit import fit, is_sharded, make_trainer, require_accelerator, with_schedule
 from .loggers import quiet_lightning
@@ -38,7 +38,7 @@ from .parity import Parity, measure_parity
 from .precision import AUTOCAST
 from .prompts import to_jsonl
 from .recipe import RecipeError
-from .run_dir import completed, open_run, rank_zero_print, require_finite, resume_point, write_meta
+from .run_dir import completed, open_run, rank_zero_print, require_finite, require_folder, resume_point, write_meta
 from .sharding import data_parallel_rank, shard_draft, whole_draft
 from .slot_pass import slot_pass
 
@@ -139,6 +139,7 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     Errors: all of the input is checked before RUN is created. RecipeError for a run or a draft that exists already; ValueError and
         FileNotFoundError for a target, a draft to start from or data that cannot be used.
     """
+    _require_folders(recipe)
     if recipe.data.shard is not None:
         return {"answered_batches": answer_share(recipe)}
     run_dir, target_dir = Path(recipe.run), Path(recipe.target)
@@ -178,7 +179,9 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     record, eos_ids = target_record(target_dir), end_token_ids(target_dir)
     answers = Answers(recipe, data, run_dir=run_dir, target=target, dtype=autocast or torch.float32, target_sha256=record["sha256"], eos_ids=eos_ids,
                       tokenizer=tokenizer, config=config)
-    meta = _open_run(run_dir, recipe=recipe, data=data, target=record, draft_config=shape.to_json())
+    states_of = None if recipe.features_from is None else _model_record(Path(recipe.features_from))
+    check_features(recipe, target=teacher, target_sha256=(states_of or record)["sha256"], layer_ids=shape.target_layer_ids)
+    meta = _open_run(run_dir, recipe=recipe, data=data, target=record, states_of=states_of, draft_config=shape.to_json())
     columns = tuple(f"heldout_{d}" for d in (*data.heldout, "all"))
     metrics = MetricsCSV(run_dir / "metrics.csv", logged=LOGGED, extra=columns, resumed_step=step_of(checkpoint) if checkpoint else 0,
                          every_steps=t.log_every_steps)
@@ -205,9 +208,8 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     rank_zero_print(str(parity))
     parity.require()
     if recipe.data.features is not None:
-        of = record["sha256"] if recipe.features_from is None else sha256_of_weights(Path(recipe.features_from))
-        rows = store_features(rows, directory=Path(recipe.data.features), target=teacher.to(device), target_sha256=of, layer_ids=shape.target_layer_ids,
-                              recipe=recipe, trainer=trainer, rank=rank)
+        rows = store_features(rows, directory=Path(recipe.data.features), target=teacher.to(device), target_sha256=(states_of or record)["sha256"],
+                              layer_ids=shape.target_layer_ids, recipe=recipe, trainer=trainer, rank=rank)
     if "before" not in meta:
         rank_zero_print(f"measuring the draft before training ({origin})")
         module.to(device)
@@ -265,6 +267,16 @@ def _killed_at_the_end(run_dir: Path, *, out: Path) -> dict[str, Any] | None:
     return meta
 
 
+def _require_folders(recipe: DistillRecipe) -> None:
+    """Everything that is written goes into folders. A file where the draft goes is refused with all else that is there."""
+    d = recipe.data
+    for name, path in (("run", recipe.run), ("data.responses", d.responses), ("data.features", d.features)):
+        if path is not None:
+            require_folder(name, Path(path))
+    if recipe.out is not None and not Path(recipe.out).is_dir():
+        require_folder("out", Path(recipe.out).absolute().parent)
+
+
 def _check_target(config: Any, *, target_dir: Path, recipe: DistillRecipe) -> None:
     if getattr(config, "quantization_config", None) is None:
         raise ValueError(f"target: {target_dir} is not quantized. A draft is distilled from the model that is served: give a directory of `kilotok export`.")
@@ -274,10 +286,16 @@ def _check_target(config: Any, *, target_dir: Path, recipe: DistillRecipe) -> No
         raise RecipeError(f"data.sequence_length: {d.sequence_length} is beyond the target's max_position_embeddings, {longest}. Lower it.")
 
 
-def _open_run(run_dir: Path, *, recipe: DistillRecipe, data: PromptData, target: dict[str, Any], draft_config: dict[str, Any]) -> dict[str, Any]:
+def _model_record(directory: Path) -> dict[str, str]:
+    return {"model": directory.absolute().name, "sha256": sha256_of_weights(directory)}
+
+
+def _open_run(
+    run_dir: Path, *, recipe: DistillRecipe, data: PromptData, target: dict[str, Any], states_of: dict[str, str] | None, draft_config: dict[str, Any],
+) -> dict[str, Any]:
     init = Path(recipe.draft.init_from) if recipe.draft.init_from is not None else None
     fresh = {"kind": KIND, "status": "running", "max_steps": recipe.trainer.max_steps, "target": target, "draft_config": draft_config,
-             "prompts_sha256": data.sha256,
+             "prompts_sha256": data.sha256, "features_from": states_of,
              "started_from": None if init is None else {"draft": init.name, "sha256": sha256_of_weights(init),
                                                         "distilled_from": (read_metadata(init) or {}).get("target")},
              "heldout_prompts": {d: len(p) for d, p in data.heldout.items()}}
@@ -285,6 +303,7 @@ def _open_run(run_dir: Path, *, recipe: DistillRecipe, data: PromptData, target:
         "prompts_sha256": f"data: the prompts have changed since {run_dir} was started (or the Python whose library they are from). "
                           "Restore them, or start a new run.",
         "started_from": f"draft.init_from: {init} has changed since {run_dir} was started. Restore it, or start a new run.",
+        "features_from": f"features_from: {recipe.features_from} has changed since {run_dir} was started. Restore it, or start a new run.",
         "target.sha256": f"target: {recipe.target} has changed since {run_dir} was started. Restore it, or start a new run."})
 
 

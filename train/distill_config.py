@@ -6,9 +6,13 @@ from typing import Any, Literal, get_args
 
 from ..dflash.config import Causality
 from ..dflash.loss import SlotLossOptions
+from ..dflash.sampling import MIN_TEMPERATURE
 from .config import ScaleOutConfig, Source, at_least, positive
 from .schedule import Schedule, rate_share
 from .shares import Share
+
+HELDOUT_FILE_PROMPTS = 50   # a domain, of those in heldout.jsonl
+MAX_TREE_BUDGET = 63   # the server's: with the anchor 64, the token columns of its widest step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,7 @@ class PromptConfig:
     features: str | None = None                    # directory of the target's states, read once before training; null: anew at every step
     heldout_prompts: int = 12                      # a domain, spread evenly over its prompts
     heldout_new_tokens: int = 64                   # decoded for each to measure the acceptance length
-    heldout_texts: int = 0                         # a domain: also measure on so many texts of that length by teacher forcing, which is much faster
+    heldout_texts: int = 0                         # a domain, at most 50: also measure on so many texts of that length by teacher forcing, much faster
     heldout_tree_budget: int | None = None         # after training also measure trees of so many proposals; num_drafts compares with the chain
 
     def __post_init__(self) -> None:
@@ -71,11 +75,14 @@ class PromptConfig:
             Share.parse(self.shard, where="data.shard")   # its check
             if self.responses is None:
                 raise ValueError(f"data.shard: a share ({self.shard}) is written where the run that trains finds it. Give data.responses, a shared directory.")
-        at_least("data.heldout_texts", self.heldout_texts, 0)
-        if self.heldout_tree_budget is not None:
-            positive("data.heldout_tree_budget (null for no trees)", self.heldout_tree_budget)
-        if not self.temperatures or any(not 0 <= t <= 10 for t in self.temperatures):
-            raise ValueError(f"data.temperatures: needs at least one, each in 0..10; got {self.temperatures}.")
+        if not 0 <= self.heldout_texts <= HELDOUT_FILE_PROMPTS:
+            raise ValueError(f"data.heldout_texts: must lie in 0..{HELDOUT_FILE_PROMPTS}, the prompts that are kept of a domain; got {self.heldout_texts}.")
+        if self.heldout_tree_budget is not None and not 1 <= self.heldout_tree_budget <= MAX_TREE_BUDGET:
+            raise ValueError(f"data.heldout_tree_budget (null for no trees): must lie in 1..{MAX_TREE_BUDGET}, as served; got {self.heldout_tree_budget}.")
+        if not self.temperatures or any(t != 0 and not MIN_TEMPERATURE <= t <= 10 for t in self.temperatures):
+            raise ValueError(f"data.temperatures: needs at least one, each 0 (greedy) or in {MIN_TEMPERATURE}..10; got {self.temperatures}.")
+        if len(set(self.temperatures)) < len(self.temperatures):
+            raise ValueError(f"data.temperatures: the same one twice: {self.temperatures}. Leave one of them out.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .data import step_loader
-from .distill_config import PromptConfig
+from .distill_config import HELDOUT_FILE_PROMPTS, PromptConfig
 from .packing import pack_documents
 from .prompts import Prompt, pick_heldout, read_prompts, sha256_of_prompts
 from .responses import Response
 
-HELDOUT_FILE_PROMPTS = 50   # a domain, of those in heldout.jsonl
 IDS, DOCUMENTS, POSITIONS, SUPERVISED = range(4)   # the planes of a row
 
 
@@ -56,7 +55,9 @@ class PromptData:
             raise ValueError("data: data.train and data.heldout need at least one source each; see recipes/pocket/distill.yaml.")
         how = {"tokenizer": tokenizer, "prompt_tokens": config.prompt_tokens, "per_document": config.prompts_per_document}
         longest = config.sequence_length - 2
-        self.train = [[p for p in read_prompts(s, **how) if len(p.ids) <= longest] for s in config.train]
+        unfiltered = [read_prompts(s, **how) for s in config.train]
+        self.train = [[p for p in prompts if len(p.ids) <= longest] for prompts in unfiltered]
+        self.too_long = [len(prompts) - len(kept) for prompts, kept in zip(unfiltered, self.train, strict=True)]   # by source
         if "all" in {s.domain for s in config.heldout}:
             raise ValueError("data.heldout: a domain cannot be called 'all', the name of the figures over all domains. Rename it.")
         by_domain: dict[str, list[Prompt]] = {}
@@ -64,9 +65,12 @@ class PromptData:
             by_domain.setdefault(source.domain, []).extend(read_prompts(source, **how))
         self.heldout_file = {d: pick_heldout(p, limit=HELDOUT_FILE_PROMPTS) for d, p in by_domain.items()}
         self.heldout = {d: pick_heldout(p, limit=config.heldout_prompts) for d, p in self.heldout_file.items()}
-        for source, prompts in zip(config.train, self.train, strict=True):
+        for source, prompts, number in zip(config.train, self.train, self.too_long, strict=True):
             if not prompts:
                 raise ValueError(f"data source {source.domain!r}: every prompt is longer than data.sequence_length - 2 ({longest} tokens). Raise it.")
+            if number:
+                print(f"{source.domain}: {number} of {number + len(prompts)} prompts left out: longer than data.sequence_length - 2 ({longest} tokens)",
+                      flush=True)
         everything = [p for group in (*self.train, *self.heldout_file.values()) for p in group]
         largest = max(max(p.ids) for p in everything)
         if largest >= vocab_size:
@@ -75,13 +79,15 @@ class PromptData:
             if len(prompt.ids) >= max_length:
                 raise ValueError(f"data.heldout: prompt {prompt.row['id']!r} has {len(prompt.ids)} tokens, and the target's context is {max_length}. "
                                  "Shorten or remove it.")
-        self._keep_apart(config)
+        self._keep_apart(config, by_domain)
         self.duplicates = self._answer_once(config)   # by source
         self.sha256 = hashlib.sha256("".join(sha256_of_prompts(g) for g in (*self.train, *self.heldout_file.values())).encode()).hexdigest()
 
-    def _keep_apart(self, config: PromptConfig) -> None:
-        """No held-out prompt is trained on. Documents that `part` keeps apart may still begin alike: those leave the training."""
-        held_out = {p.ids for group in self.heldout_file.values() for p in group}
+    def _keep_apart(self, config: PromptConfig, heldout: dict[str, list[Prompt]]) -> None:
+        """No prompt of data.heldout is trained on, also none beyond those kept. Documents that `part` keeps apart may still begin alike:
+        those leave the training.
+        """
+        held_out = {p.ids for group in heldout.values() for p in group}
         for number, source in enumerate(config.train):
             both = [p for p in self.train[number] if p.ids in held_out]
             if both and source.part != "train":
@@ -92,7 +98,6 @@ class PromptData:
             self.train[number] = [p for p in self.train[number] if p.ids not in held_out]
             if not self.train[number]:
                 raise ValueError(f"data source {source.domain!r}: every prompt is a held-out one too. Give other text.")
-
 
     def _answer_once(self, config: PromptConfig) -> list[int]:
         """Each prompt stays in the first source that has it, once; returns how many left each."""

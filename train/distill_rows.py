@@ -16,10 +16,11 @@ from .data import describe_source
 from .distill_config import DistillRecipe
 from .distill_data import DOCUMENTS, IDS, POSITIONS, SUPERVISED, PromptData, packed_rows
 from .endpoint import Endpoint, EndpointTarget
-from .features import StoredRows, describe_store, write_features
+from .features import StoredRows, check_store, describe_store, write_features
+from .fit import require_accelerator
 from .precision import AUTOCAST
-from .prompts import pick_heldout
-from .responses import Answerer, Answering, Batch, Response, check_stored, generate_responses, is_complete, make_responses
+from .prompts import Prompt, pick_heldout
+from .responses import Answerer, Answering, Batch, Response, check_stored, fingerprint, generate_responses, is_complete, make_responses
 from .run_dir import rank_zero_print, write_meta
 from .shares import Share
 from .slot_pass import run_target
@@ -50,9 +51,10 @@ class Answers:
             self.server = connect(None)
             name = self.server.model
         self.how = [Answering(directory=self.root / f"{number:02d}-{source.domain}", target_sha256=target_sha256, dtype=str(dtype),
-                              temperatures=tuple(d.temperatures), max_new_tokens=d.max_new_tokens, batch_size=d.generation_batch, eos_ids=eos_ids,
-                              pad_id=self.pad_id, seed=recipe.trainer.seed, server=name) for number, source in enumerate(d.train)]
-        for prompts, how in zip(data.train, self.how, strict=True):
+                              vocab_size=config.vocab_size, temperatures=tuple(d.temperatures), max_new_tokens=d.max_new_tokens, batch_size=d.generation_batch,
+                              eos_ids=eos_ids, pad_id=self.pad_id, seed=recipe.trainer.seed, server=name) for number, source in enumerate(d.train)]
+        self.heldout = {domain: self._of_heldout(domain, prompts) for domain, prompts in data.heldout_file.items() if d.heldout_texts}
+        for prompts, how in (*zip(data.train, self.how, strict=True), *self.heldout.values()):
             check_stored(prompts, how=how)
         if d.endpoint is not None and self.server is None and not all(is_complete(p, how=h) for p, h in zip(data.train, self.how, strict=True)):
             self.server = connect(name)
@@ -74,9 +76,25 @@ class Answers:
         return sum(make_responses(self.answerer, prompts, how=how, say=rank_zero_print, share=share)
                    for prompts, how in zip(self.data.train, self.how, strict=True))
 
+    def _of_heldout(self, domain: str, prompts: list[Prompt]) -> tuple[list[Prompt], Answering]:
+        """What the target answers for acceptance by a walk. The directory tells what the answers depend on: runs that measure otherwise share the root."""
+        d = self.recipe.data
+        how = dataclasses.replace(self.how[0], temperatures=(0.0,), max_new_tokens=d.heldout_new_tokens, server=None)
+        some = pick_heldout(prompts, limit=d.heldout_texts)
+        return some, dataclasses.replace(how, directory=self.root / f"heldout-{domain}-{fingerprint(some, how=how)}")
+
     def _recorded_name(self) -> str | None:
         path = self.root / ENDPOINT_RECORD
-        return str(json.loads(path.read_text())["model"]) if path.is_file() else None
+        if not path.is_file():
+            return None
+        try:
+            name = json.loads(path.read_text())["model"]
+            if not isinstance(name, str):
+                raise TypeError(f"model is {json.dumps(name):.60}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not readable as the record of a server ({type(error).__name__}: {error}). Remove it, and name the server's model as "
+                             "data.endpoint_model.") from error
+        return name
 
 
 def answer_share(recipe: DistillRecipe) -> int:
@@ -86,6 +104,8 @@ def answer_share(recipe: DistillRecipe) -> int:
     """
     target_dir, t = Path(recipe.target), recipe.trainer
     target: nn.Module | None = None
+    if recipe.data.endpoint is None:
+        require_accelerator(t)
     config, tokenizer, dtype = load_config(target_dir), load_tokenizer(target_dir), AUTOCAST[t.precision] or torch.float32
     data = PromptData(recipe.data, tokenizer=tokenizer, vocab_size=config.vocab_size, max_length=config.max_position_embeddings)
     if recipe.data.endpoint is None:
@@ -104,6 +124,9 @@ def make_rows(answers: Answers, *, run_dir: Path, meta: dict[str, Any], rank: Sh
     for number, (how, source, prompts) in enumerate(zip(answers.how, d.train, data.train, strict=True)):
         responses = generate_responses(answers.answerer, prompts, how=how, say=rank_zero_print, share=rank)
         unclear = len(prompts) * len(d.temperatures) - len(responses)
+        if not responses:
+            raise ValueError(f"data source {source.domain!r}: the tokens of none of its {unclear} answers can be told: the server sent no ids, or "
+                             "not which token ended them. Answer by one that sends token_ids, or in process, into another --data.responses.")
         packed, left_out = packed_rows(responses, length=d.sequence_length, pad_id=how.pad_id)
         if not packed:
             raise ValueError(f"data source {source.domain!r}: no response fits data.sequence_length ({d.sequence_length}) or has two tokens. "
@@ -111,7 +134,7 @@ def make_rows(answers: Answers, *, run_dir: Path, meta: dict[str, Any], rank: Sh
         tokens = sum(int(row[SUPERVISED].sum()) for row in packed)
         counts.append({"domain": source.domain, "source": describe_source(source), "prompts": len(prompts), "responses": len(responses), "left_out": left_out,
                        "rows": len(packed), "response_tokens": tokens,
-                       **{k: n for k, n in (("duplicates", data.duplicates[number]), ("tokens_unclear", unclear)) if n}})
+                       **{k: n for k, n in (("duplicates", data.duplicates[number]), ("too_long", data.too_long[number]), ("tokens_unclear", unclear)) if n}})
         rank_zero_print(f"{source.domain}: {len(prompts)} prompts, {len(responses)} responses ({left_out} left out: longer than a row or under two tokens), "
                         f"{len(packed)} rows, {tokens:,} response tokens")
         if unclear:
@@ -124,14 +147,19 @@ def make_rows(answers: Answers, *, run_dir: Path, meta: dict[str, Any], rank: Sh
 
 def heldout_texts(answers: Answers, *, rank: Share | None) -> dict[str, list[Response]]:
     """Greedy answers of the target to held-out prompts, by domain, for acceptance by a walk; kept beside the others. Empty without data.heldout_texts."""
-    d, found = answers.recipe.data, {}
-    for domain, prompts in answers.data.heldout_file.items() if d.heldout_texts else ():
-        how = dataclasses.replace(answers.how[0], directory=answers.root / f"heldout-{domain}", temperatures=(0.0,), max_new_tokens=d.heldout_new_tokens,
-                                  server=None)
-        some = pick_heldout(prompts, limit=d.heldout_texts)
-        check_stored(some, how=how)
-        found[domain] = [r for r in generate_responses(answers.target or _nobody, some, how=how, say=rank_zero_print, share=rank) if r.response]
+    found = {}
+    for domain, (prompts, how) in answers.heldout.items():
+        responses = generate_responses(answers.target or _nobody, prompts, how=how, say=rank_zero_print, share=rank)
+        found[domain] = [r for r in responses if r.response]
     return found
+
+
+def check_features(recipe: DistillRecipe, *, target: nn.Module, target_sha256: str, layer_ids: tuple[int, ...]) -> None:
+    """Before anything is answered. Errors: ValueError for a data.features that is a store of something else, as far as that is known without the rows."""
+    if recipe.data.features is not None:
+        check_store(Path(recipe.data.features), known={
+            "target_sha256": target_sha256, "layer_ids": list(layer_ids), "dtype": str(next(target.parameters()).dtype), "precision": recipe.trainer.precision,
+            "sequence_length": recipe.data.sequence_length, "hidden_size": _hidden_size(target)})
 
 
 def store_features(
@@ -141,9 +169,8 @@ def store_features(
     """The sources' rows with the target's states, which are made where they are missing. Errors: as `write_features`."""
     t, device, parameter = recipe.trainer, trainer.strategy.root_device, next(target.parameters())
     everything = [row for some in rows for row in some]
-    hidden_size: int = target.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
     record = describe_store(everything, target_sha256=target_sha256, layer_ids=layer_ids, dtype=parameter.dtype, precision=t.precision,
-                            hidden_size=hidden_size, batch_size=t.batch_size)
+                            hidden_size=_hidden_size(target), batch_size=t.batch_size)
 
     def read(rows_B4S: Tensor) -> tuple[Tensor, Tensor]:
         on_device = rows_B4S.to(device)
@@ -165,6 +192,11 @@ def start_ranks(trainer: L.Trainer) -> Share | None:
     if launcher is not None:
         launcher.launch(lambda: None, trainer=trainer)   # Lightning starts them at most once: `fit` finds them there
     return Share(index=trainer.global_rank, count=trainer.world_size)
+
+
+def _hidden_size(target: nn.Module) -> int:
+    embedding: Tensor = target.get_input_embeddings().weight  # type: ignore[operator]
+    return embedding.shape[1]
 
 
 def _nobody(batches: Sequence[Batch]) -> Iterator[list[list[int] | None]]:

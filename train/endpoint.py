@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from .responses import Answers, Batch
+from .responses import Answers, Batch, wrong_tokens
 
 ATTEMPTS = 6              # of a request that meets a broken connection, 429, 5xx or a torn answer
 FIRST_PAUSE_S = 1.0       # doubled before every further attempt: half a minute in all
@@ -98,7 +98,7 @@ class Endpoint:
         if ids is None:
             ids = (reply.get("kilotok") or {}).get("token_ids")
         told = ids is not None
-        ids = list(ids) if told else self._tokenize(choice["text"])
+        ids = self._told(ids) if told else self._tokenize(choice["text"])
         if ids is None:
             return None
         end = next((n + 1 for n, token in enumerate(ids) if token in eos_ids), None)
@@ -111,7 +111,17 @@ class Endpoint:
             ids.append(eos)
         if not told and (count := usage.get("completion_tokens")) is not None and count not in {len(ids), len(ids) - (reason == "stop")}:
             return None   # the model wrote the same text in other tokens
-        return ids
+        if not told and wrong_tokens(ids, vocab_size=self.target.vocab_size, longest=self.target.max_new_tokens) is not None:
+            return None
+        return self._told(ids) if told else ids
+
+    def _told(self, ids: Any) -> list[int]:
+        """The ids that the server sent. Errors: ValueError for what the target cannot have answered."""
+        wrong = wrong_tokens(ids, vocab_size=self.target.vocab_size, longest=self.target.max_new_tokens)
+        if wrong is not None:
+            raise ValueError(f"data.endpoint: {self.url} sent an answer that {wrong}. Serve the target itself, with its own tokenizer; "
+                             "nothing of this answer is stored.")
+        return list(ids)
 
     def _tokenize(self, text: str) -> list[int] | None:
         tokenizer = self.target.tokenizer

@@ -81,7 +81,7 @@ def write_features(
     """
     if part is not None and part.index > 0:   # the record comes first, by the first rank
         wait_for([directory / RECORD], what=f"{directory}: the first rank's record", say=say)
-    check_store(directory, record=record)
+    check_store(directory, known=asdict(record))
     paths = [_shard(directory, n) for n in range(record.num_shards)]
     missing = [n for n, path in enumerate(paths) if not path.is_file()]
     say(f"{directory}: the target's states of {record.num_rows} rows of {record.sequence_length} tokens, {record.num_bytes / 1e9:.3f} GB; "
@@ -99,16 +99,19 @@ def write_features(
     wait_for(paths, what=f"{directory}: shards of the other ranks", say=say)
 
 
-def check_store(directory: Path, *, record: StoreRecord) -> None:
-    """ValueError for a directory that holds something else, which names what differs; nothing for one that is not there or empty."""
+def check_store(directory: Path, *, known: dict[str, Any]) -> None:
+    """ValueError for a directory that holds something else than what is `known` of a record; it names what differs.
+
+    Nothing for one that is not there, or empty but for what a killed run left half-written.
+    """
     path = directory / RECORD
     if not path.is_file():
-        if directory.exists() and any(directory.iterdir()):
+        if directory.exists() and not all(p.name.startswith(".") and p.name.endswith(".partial") for p in directory.iterdir()):
             raise ValueError(f"data.features: {directory} holds something, and no {RECORD}. Choose another directory.")
         return
     try:
         found = json.loads(path.read_text())
-        different = {k: (found.get(k), v) for k, v in json.loads(json.dumps(asdict(record))).items() if found.get(k) != v}
+        different = {k: (found.get(k), v) for k, v in json.loads(json.dumps(known)).items() if found.get(k) != v}
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path}: not readable as the record of a store ({type(error).__name__}: {error}). Remove the directory: it is made again.") from error
     if different:
@@ -151,6 +154,9 @@ def _write_shard(path: Path, parts: list[tuple[Tensor, Tensor]]) -> None:
         save_file({"features": torch.cat([f for f, _ in parts]).contiguous(), "hidden": torch.cat([h for _, h in parts]).contiguous()}, partial)
         share(partial)
         partial.replace(path)
+    except (OSError, safetensors.SafetensorError) as error:   # the second is what safetensors makes of a full disk
+        partial.unlink(missing_ok=True)
+        raise OSError(f"data.features: writing {path} failed ({error}). Free some space and continue with --resume: the shards before it are kept.") from error
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

@@ -41,6 +41,7 @@ class Answering:
     directory: Path
     target_sha256: str
     dtype: str                      # the target's
+    vocab_size: int                 # the target's: no answer has other tokens
     temperatures: tuple[float, ...]
     max_new_tokens: int
     batch_size: int
@@ -74,7 +75,12 @@ Answerer = Callable[[Sequence[Batch]], Iterator[Answers]]   # the answers to eac
 def check_stored(prompts: Sequence[Prompt], *, how: Answering) -> None:
     """ValueError for a stored batch that is damaged, answers other prompts, or was made by another target or with other settings."""
     for batch in _batches(prompts, how=how):
-        _read(batch)
+        _read(batch, how=how)
+
+
+def fingerprint(prompts: Sequence[Prompt], *, how: Answering) -> str:
+    """Eight hex digits of all that the answers depend on, which `how.directory` is not."""
+    return hashlib.sha256("".join(batch.key for batch in _batches(prompts, how=how)).encode()).hexdigest()[:8]
 
 
 def is_complete(prompts: Sequence[Prompt], *, how: Answering) -> bool:
@@ -95,7 +101,7 @@ def generate_responses(
     wait_for([b.path for b in batches], what=f"{how.directory.name}: responses of the other ranks", say=say)
     found: dict[tuple[int, int], Response] = {}
     for batch in batches:
-        for i, answer in zip(batch.indices, _stored(batch), strict=True):
+        for i, answer in zip(batch.indices, _stored(batch, how=how), strict=True):
             if answer is not None:
                 found[batch.run, i] = Response(prompt=prompts[i].ids, response=tuple(answer[:cut_at_repeat(answer)]))
     return [found[key] for key in sorted(found)]
@@ -107,7 +113,7 @@ def make_responses(
     """Answer the batches of a share that are not on disk, each written as soon as it is whole; returns how many. Errors: as `generate_responses`."""
     how.directory.mkdir(parents=True, exist_ok=True)
     batches = _batches(prompts, how=how)
-    missing = [(n, b) for n, b in enumerate(batches) if (share is None or share.holds(n)) and _read(b) is None]
+    missing = [(n, b) for n, b in enumerate(batches) if (share is None or share.holds(n)) and _read(b, how=how) is None]
     answerer: Answerer = (lambda some: (_answer(model, b, how=how) for b in some)) if isinstance(model, nn.Module) else model
     started, tokens = time.perf_counter(), 0
     for made, ((number, batch), answers) in enumerate(zip(missing, answerer([b for _, b in missing]), strict=True), start=1):
@@ -135,25 +141,47 @@ def _batches(prompts: Sequence[Prompt], *, how: Answering) -> list[Batch]:
     return batches
 
 
-def _stored(batch: Batch) -> Answers:
-    answers = _read(batch)
+def _stored(batch: Batch, *, how: Answering) -> Answers:
+    answers = _read(batch, how=how)
     if answers is None:
         raise ValueError(f"{batch.path}: was there and is gone. Start again with --resume: it is made again.")
     return answers
 
 
-def _read(batch: Batch) -> Answers | None:
+def _read(batch: Batch, *, how: Answering) -> Answers | None:
     if not batch.path.is_file():
         return None
     try:
         stored = json.loads(batch.path.read_text())
         key, responses = stored["key"], stored["responses"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{batch.path}: not readable as stored answers ({type(error).__name__}: {error}). Remove it: it is made again.") from error
+        raise _unreadable(batch.path, f"{type(error).__name__}: {error}") from error
     if key != batch.key:
         raise ValueError(f"{batch.path}: holds answers of another target, to other prompts or with other settings. Choose another --run or --data.responses.")
+    if not isinstance(responses, list) or len(responses) != len(batch.texts):
+        raise _unreadable(batch.path, f"{len(batch.texts)} answers belong in it, and it has {len(responses) if isinstance(responses, list) else 'no list'}")
+    for number, answer in enumerate(responses):
+        wrong = None if answer is None and how.server is not None else wrong_tokens(answer, vocab_size=how.vocab_size, longest=how.max_new_tokens)
+        if wrong is not None:
+            raise _unreadable(batch.path, f"answer {number} {wrong}")
     answers: Answers = responses
     return answers
+
+
+def wrong_tokens(answer: object, *, vocab_size: int, longest: int) -> str | None:
+    """Why something read from a file or a server is no answer of at most `longest` token ids in 0..vocab_size - 1; None for one."""
+    if not isinstance(answer, list):
+        return f"is no list of token ids: {json.dumps(answer):.60}"
+    if len(answer) > longest:
+        return f"has {len(answer)} tokens, of at most {longest}"
+    for token in answer:
+        if type(token) is not int or not 0 <= token < vocab_size:   # True is an int to isinstance
+            return f"has the token {json.dumps(token):.60}; the target's are 0..{vocab_size - 1}"
+    return None
+
+
+def _unreadable(path: Path, why: str) -> ValueError:
+    return ValueError(f"{path}: not readable as stored answers ({why}). Remove it: it is made again.")
 
 
 @torch.no_grad()

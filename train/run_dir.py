@@ -5,6 +5,7 @@ RUN/recipe.yaml (resolved), RUN/meta.json (what it was made from, versions, resu
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,15 @@ def is_first_rank() -> bool:
 @rank_zero_only
 def rank_zero_print(text: str) -> None:
     print(text, flush=True)
+
+
+def require_folder(name: str, path: Path) -> None:
+    """RecipeError, by the option's name, when `path` or something above it is a file, so that no folder can be there."""
+    for place in (path.absolute(), *path.absolute().parents):
+        if os.path.lexists(place):
+            if not place.is_dir():
+                raise RecipeError(f"{name}: {path} cannot be a folder: {place} is a file. Choose another path.")
+            return
 
 
 def resume_point(run_dir: Path, *, recipe: Any, resume: bool) -> Path | None:

@@ -93,6 +93,8 @@ class Service:
         if body.decode in ("draft", "tree") and served.make_drafter is None:
             raise ApiError(400, f"decode: {body.decode!r} needs a draft head, and this server runs without one. Leave the field out.", param="decode")
         decode = body.decode or served.decode
+        if body.tree_budget is not None and decode != "tree":
+            raise ApiError(400, f"tree_budget: only with decode 'tree'; this request's is {decode!r}. Set it, or leave the budget out.", param="tree_budget")
         tree_budget = body.tree_budget or served.tree_budget if decode == "tree" else None
         prompt = await asyncio.get_running_loop().run_in_executor(self._encoding, encode_prompt, served.tokenizer, body)
         max_tokens = fit_tokens(body, prompt_tokens=len(prompt), max_length=served.max_length)

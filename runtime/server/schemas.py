@@ -126,12 +126,6 @@ class _Request(_Object):
             raise FieldError("stream_options", "only with a stream. Set stream to true, or leave it out.")
         return self
 
-    @model_validator(mode="after")
-    def _a_budget_needs_a_tree(self) -> "_Request":
-        if self.tree_budget is not None and self.decode != "tree":
-            raise FieldError("tree_budget", "only with decode 'tree'. Set it, or leave the budget out.")
-        return self
-
     @property
     def token_limit(self) -> int | None:
         """What the client asked for."""

@@ -358,3 +358,12 @@ def test_a_helpful_draft_head_is_not_named(client: httpx.Client, caplog: pytest.
     while metrics_of(client)["vllm:spec_decode_num_drafts_total"] < 201:
         ask(client, max_tokens=200, ignore_eos=True)
     assert not [r for r in caplog.records if r.name.startswith("kilotok")]
+
+
+def test_a_budget_is_for_requests_that_decode_by_trees_by_name_or_by_default() -> None:
+    with running(make_served(tree_budget=15)) as trees, httpx.Client(base_url=trees.url) as client:
+        answer = ask(client, tree_budget=3, return_token_ids=True)
+        assert (answer["kilotok"]["decode"], answer["kilotok"]["tree_budget"]) == ("tree", 3)
+        assert max(r[0] for r in answer["kilotok"]["rounds"]) == 3
+        refused = client.post("/v1/completions", json={"model": "fake", "prompt": "def f", "decode": "draft", "tree_budget": 3})
+        assert refused.status_code == 400 and "only with decode 'tree'; this request's is 'draft'" in refused.json()["error"]["message"]

@@ -162,7 +162,8 @@ def material(whole: Whole) -> tuple[DistillRecipe, PromptData, list[list[Tensor]
     rows, left_out = [], []
     for number, (source, prompts) in enumerate(zip(recipe.data.train, data.train, strict=True)):
         how = Answering(directory=whole.run / "responses" / f"{number:02d}-{source.domain}", target_sha256=sha256_of_weights(whole.target),
-                        dtype="torch.float32", temperatures=(0.0, 0.2), max_new_tokens=12, batch_size=2, eos_ids=frozenset({2}), pad_id=0, seed=0)
+                        dtype="torch.float32", vocab_size=4096, temperatures=(0.0, 0.2), max_new_tokens=12, batch_size=2, eos_ids=frozenset({2}), pad_id=0,
+                        seed=0)
         responses = generate_responses(nn.Identity(), prompts, how=how, say=print)
         packed, left = packed_rows(responses, length=96, pad_id=0)
         rows.append(packed)
@@ -215,8 +216,8 @@ def test_the_written_draft_is_the_checkpoint_in_bf16(whole: Whole) -> None:
     assert read_config(whole.draft) == first_draft(load_exported_model(whole.target, dtype=torch.float32)).config
     meta, metadata = read_meta(whole.run), read_metadata(whole.draft)
     assert metadata == {"format": "dflash", "target_layer_ids": [0, 1], "mask_token_id": 3, "block_size": 8, "step": STEPS,
-                        **{k: meta[k] for k in ("target", "started_from", "responses", "parity", "before", "after", "max_steps", "versions", "device",
-                                              "commit")}}
+                        **{k: meta[k] for k in ("target", "started_from", "features_from", "responses", "parity", "before", "after", "max_steps", "versions",
+                                                    "device", "commit")}}
     config = json.loads((whole.target / "config.json").read_text())
     assert "distilled from these weights" in require_fitting_draft(whole.draft, target=whole.target, target_config=config)
     data = material(whole)[1]

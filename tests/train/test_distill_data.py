@@ -254,11 +254,12 @@ def prompt_data(
     return PromptData(config, tokenizer=AutoTokenizer.from_pretrained(POCKET), vocab_size=vocab_size, max_length=2048)
 
 
-def test_prompts_by_source_and_held_out_by_domain(tmp_path: Path) -> None:
+def test_prompts_by_source_and_held_out_by_domain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = write_prompts(tmp_path / "c.jsonl", ["four", "five", "six"])
     source = write_prompts(tmp_path / "b.jsonl", ["three"])
     data = prompt_data(tmp_path, heldout=["three"], train=["one", "word " * 40, "two"])
     assert [[p.row["id"] for p in some] for some in data.train] == [["one", "two"]]   # too long for a row
+    assert data.too_long == [1] and "a: 1 of 3 prompts left out: longer than data.sequence_length - 2 (30 tokens)\n" in capsys.readouterr().out
     both = prompt_data(tmp_path, heldout=["three"], train=["one", "two"])
     assert both.sha256 == data.sha256
     pooled = Source(domain="b", path=str(tmp_path / "c.jsonl"), prompt="prompt")

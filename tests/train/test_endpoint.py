@@ -85,8 +85,9 @@ def connect(url: str, *, model: str | None = None, concurrency: int = 4, said: l
 
 
 def respond(server: Any, directory: Path, *, name: str = "m", **changed: Any) -> list[Response]:
-    how = Answering(**{"directory": directory, "target_sha256": SHA, "dtype": "torch.float32", "temperatures": (0.0, 0.7), "max_new_tokens": 12,
-                       "batch_size": 3, "eos_ids": frozenset({EOS}), "pad_id": 0, "seed": 0, "server": name, **changed})
+    how = Answering(**{"directory": directory, "target_sha256": SHA, "dtype": "torch.float32", "vocab_size": len(TOKENIZER),
+                       "temperatures": (0.0, 0.7), "max_new_tokens": 12, "batch_size": 3,
+                       "eos_ids": frozenset({EOS}), "pad_id": 0, "seed": 0, "server": name, **changed})
     return generate_responses(server, PROMPTS, how=how, say=lambda text: None)
 
 
@@ -143,7 +144,7 @@ def test_what_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_answer_keeps_its_end_token(choice: dict[str, Any], kept: list[int] | None) -> None:
     reply = {"choices": [{"finish_reason": "stop", **choice}], "usage": {"prompt_tokens": 1}}
     with Scripted(lambda body: reply) as server:
-        assert connect(server.url).answer([5], temperature=0.0, seed=1) == kept
+        assert connect(server.url, vocab_size=len(TOKENIZER)).answer([5], temperature=0.0, seed=1) == kept
 
 
 def test_an_end_token_that_may_be_one_of_two_leaves_the_answer_out() -> None:
@@ -172,10 +173,19 @@ def test_text_whose_tokens_cannot_be_told_is_left_out(tmp_path: Path) -> None:
         return {"choices": [{"finish_reason": "length", "text": "the cat"}], "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": counted}}
 
     with Scripted(reply) as server:
-        responses = respond(connect(server.url), tmp_path, temperatures=(0.0,))
+        responses = respond(connect(server.url, vocab_size=len(TOKENIZER)), tmp_path, temperatures=(0.0,))
         assert [r.prompt for r in responses] == [p.ids for p in PROMPTS if p.ids != (21,)]
         assert {r.response for r in responses} == {tuple(ids)}
-        assert connect(server.url, tokenizer=Capitals()).answer([5], temperature=0.0, seed=1) is None
+        assert connect(server.url, vocab_size=ids[-1]).answer([5], temperature=0.0, seed=1) is None   # the target has no such token
+        assert connect(server.url, vocab_size=len(TOKENIZER), max_new_tokens=len(ids) - 1).answer([5], temperature=0.0, seed=1) is None
+        assert connect(server.url, vocab_size=len(TOKENIZER), tokenizer=Capitals()).answer([5], temperature=0.0, seed=1) is None
+
+
+def test_an_answer_that_the_target_cannot_have_given_is_not_stored(tmp_path: Path) -> None:
+    with Scripted(lambda body: completion(body, [VOCAB_SIZE + 5] if body["prompt"] == [21] else None)) as server, pytest.raises(
+            ValueError, match=r"sent an answer that has the token"):
+        respond(connect(server.url), tmp_path)
+    assert list(tmp_path.iterdir()) == []   # the first batch has the prompt
 
 
 def test_failures_that_pass_change_nothing(tmp_path: Path) -> None:
@@ -215,7 +225,14 @@ def test_killed_in_the_middle_only_the_rest_is_asked_for(tmp_path: Path) -> None
     (lambda body: {**completion(body), "usage": {"prompt_tokens": len(body["prompt"]) + 1}}, r"read other tokens than were sent \(2 for 1\): it adds"),
     (lambda body: completion(body, prompt_token_ids=[1, 5]), r"read other tokens than were sent \(2 for 1\)"),
     (lambda body: completion(body, reason="content_filter"), "ended an answer with finish_reason 'content_filter'; only stop and length"),
-], ids=["refusal", "key", "no_completion", "counted", "shown", "filtered"])
+    (lambda body: completion(body, [7, VOCAB_SIZE]), f"sent an answer that has the token {VOCAB_SIZE}; the target's are 0..{VOCAB_SIZE - 1}"),
+    (lambda body: completion(body, [-1, EOS]), "sent an answer that has the token -1;"),
+    (lambda body: completion(body, [7, EOS, 1.0]), "sent an answer that has the token 1.0;"),
+    (lambda body: completion(body, [True, EOS]), "sent an answer that has the token true;"),
+    (lambda body: completion(body, [7] * 13, reason="length"), "sent an answer that has 13 tokens, of at most 12"),
+    (lambda body: completion(body, [7] * 12), "sent an answer that has 13 tokens, of at most 12"),   # and an end token besides
+    (lambda body: completion(body, token_ids="7 8"), 'sent an answer that is no list of token ids: "7 8"'),
+], ids=["refusal", "key", "no_completion", "counted", "shown", "filtered", "large", "negative", "float", "bool", "long", "longer", "text"])
 def test_an_answer_that_cannot_be_used_ends_the_run_at_once(reply: Callable[[dict[str, Any]], Any], message: str) -> None:
     with Scripted(reply) as server:
         asked = connect(server.url)
@@ -278,6 +295,18 @@ def test_a_run_trains_on_a_server_s_answers_when_the_server_is_gone(tmp_path: Pa
     assert len(server.asked) == 3 and json.loads((tmp_path / "run" / "meta.json").read_text())["status"] == "complete"
     other = [*command, "--run", str(tmp_path / "other"), "--out", str(tmp_path / "out"), "--data.responses", str(tmp_path / "elsewhere")]
     assert train(other) == 2 and "failed 6 times in a row" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+    record = tmp_path / "responses" / "endpoint.json"
+    for damaged in ("{}", '{"endpoint": "http', '{"model": null}', "[]"):
+        record.write_text(damaged)
+        assert train([*command, "--run", str(tmp_path / "other"), "--out", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"error: {record}: not readable as the record of a server ("), error
+        assert not (tmp_path / "other").exists()
+    with Scripted(lambda body: {"choices": [{"finish_reason": "stop", "token_ids": [7], "stop_reason": "###"}]}) as server:
+        command = ["dflash-distill", str(path), "--data.endpoint", server.url, "--run", str(tmp_path / "untold"), "--data.responses", str(tmp_path / "unclear")]
+        assert train([*command, "--out", str(tmp_path / "out")]) == 2
+    assert "data source 'chat': the tokens of none of its 3 answers can be told" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("more", "message"), [

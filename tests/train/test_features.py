@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from conftest import export_experts, save_tiny_moe
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tolerances import assert_equal
 from torch import Tensor
@@ -140,6 +141,32 @@ def test_a_directory_of_other_things_and_damaged_files_are_named(tmp_path: Path)
     (tmp_path / "s" / "features.json").write_text("{")
     with pytest.raises(ValueError, match=r"features\.json: not readable as the record of a store"):
         write(tmp_path / "s", Target())
+
+
+@pytest.mark.parametrize("error", [SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), OSError(28, "No space left")])
+def test_a_disk_that_fills_up_says_what_to_do_and_keeps_what_is_whole(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = features.save_file, []
+
+    def save_file(tensors: dict[str, Tensor], path: Path) -> None:
+        calls.append(path)
+        if len(calls) == 3:
+            path.write_bytes(b"half")
+            raise error
+        real(tensors, path)
+
+    monkeypatch.setattr(features, "save_file", save_file)
+    with pytest.raises(OSError, match=r"^data\.features: writing \S+000002\.safetensors failed \(.*No space left.*\)\. Free some space and continue"):
+        write(tmp_path / "s", Target())
+    assert sorted(p.name for p in (tmp_path / "s").iterdir()) == ["000000.safetensors", "000001.safetensors", "features.json"]
+
+
+def test_what_a_kill_left_half_written_is_in_nobody_s_way(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / ".features.json.partial").write_text('{"target')
+    (tmp_path / "s" / ".000000.safetensors.partial").write_bytes(b"half")
+    write(tmp_path / "s", target := Target())
+    assert target.read == [2, 2, 2, 1]
+    assert sorted(p.name for p in (tmp_path / "s").iterdir()) == [*(f"{i:06d}.safetensors" for i in range(4)), "features.json"]
 
 
 def test_the_loader_yields_states_with_their_rows(tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ PROMPTS = prompts_of([11, 12, 13], [21], [31, 32, 33, 34, 35], [41, 42], [51], [
 
 
 def respond(model: nn.Module, directory: Path, *, prompts: Sequence[Prompt] = PROMPTS, said: list[str] | None = None, **changed: Any) -> list[Response]:
-    settings: dict[str, Any] = {"target_sha256": "t", "dtype": "torch.float32", "temperatures": [0.0], "max_new_tokens": 40, "batch_size": 3,
-                                "eos_ids": {EOS}, "pad_id": PAD, "seed": 0, **changed}
+    settings: dict[str, Any] = {"target_sha256": "t", "dtype": "torch.float32", "vocab_size": 4096, "temperatures": [0.0], "max_new_tokens": 40,
+                                "batch_size": 3, "eos_ids": {EOS}, "pad_id": PAD, "seed": 0, **changed}
     settings |= {"temperatures": tuple(settings["temperatures"]), "eos_ids": frozenset(settings["eos_ids"])}
     how = Answering(directory=directory, **settings)
     return generate_responses(model, prompts, how=how, say=(said if said is not None else []).append)
@@ -203,6 +203,25 @@ def test_a_damaged_batch_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "000001.json").write_text(text)
     with pytest.raises(ValueError, match=r"000001\.json: "):
         respond(Scripted(), tmp_path)
+
+
+@pytest.mark.parametrize(("answers", "why"), [
+    ([[7, EOS]] * 2, "3 answers belong in it, and it has 2"), ([[7, EOS]] * 4, "3 answers belong in it, and it has 4"),
+    (None, "3 answers belong in it, and it has no list"), ([[7], None, [7]], "answer 1 is no list of token ids: null"),
+    ([[7], [7], "7"], 'answer 2 is no list of token ids: "7"'), ([[7], [7, 2.0], [7]], r"answer 1 has the token 2\.0; the target's are 0\.\.4095"),
+    ([[7, True], [7], [7]], "answer 0 has the token true"), ([[7, None], [7], [7]], "answer 0 has the token null"),
+    ([[4096], [7], [7]], r"answer 0 has the token 4096; the target's are 0\.\.4095"), ([[-1], [7], [7]], "answer 0 has the token -1"),
+    ([[7] * 41, [7], [7]], "answer 0 has 41 tokens, of at most 40"),
+], ids=["few", "many", "null", "none", "text", "float", "bool", "null_token", "large", "negative", "long"])
+def test_a_batch_that_holds_no_answers_of_the_target_is_named(answers: Any, why: str, tmp_path: Path) -> None:
+    respond(Scripted(), tmp_path)
+    path = tmp_path / "000000.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "responses": answers}))
+    with pytest.raises(ValueError, match=rf"000000\.json: not readable as stored answers \({why}.*\)\. Remove it: it is made again\.$"):
+        respond(model := Scripted(), tmp_path)
+    assert model.calls == []
+    path.unlink()
+    assert len(respond(Scripted(), tmp_path)) == len(PROMPTS)
 
 
 @pytest.fixture(scope="module")
