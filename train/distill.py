@@ -29,7 +29,7 @@ from .callbacks import HeldoutFigures, MetricsCSV
 from .distill_config import DistillRecipe
 from .distill_data import DOCUMENTS, PromptData, RowData
 from .distill_rows import Answers, answer_share, heldout_texts, make_rows, start_ranks, store_features
-from .draft_shape import choose_draft_ids, draft_plan, resolve_shape
+from .draft_shape import choose_draft_ids, draft_plan, require_room_for_end_tokens, resolve_shape
 from .fit import fit, is_sharded, make_trainer, require_accelerator, with_schedule
 from .loggers import quiet_lightning
 from .muon import local
@@ -156,6 +156,9 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     tokenizer = load_tokenizer(target_dir)
     autocast = AUTOCAST[t.precision]
     shape, origin = resolve_shape(recipe.draft, config=config, tokenizer=tokenizer)
+    record, eos_ids = target_record(target_dir), end_token_ids(target_dir)
+    if shape.draft_vocab_size is not None and recipe.draft.init_from is None:
+        require_room_for_end_tokens(shape.draft_vocab_size, eos_ids=eos_ids)
     draft = DraftModel(shape)
     rank_zero_print(draft_plan(draft, origin=origin))
     data = PromptData(recipe.data, tokenizer=tokenizer, vocab_size=config.vocab_size, max_length=config.max_position_embeddings)
@@ -175,7 +178,6 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     L.seed_everything(t.seed, verbose=False)
     teacher = target if recipe.features_from is None else load_exported_model(Path(recipe.features_from), dtype=autocast or torch.float32)
     module = DistillModule(recipe, draft=draft, target=teacher)
-    record, eos_ids = target_record(target_dir), end_token_ids(target_dir)
     answers = Answers(recipe, data, run_dir=run_dir, target=target, dtype=autocast or torch.float32, target_sha256=record["sha256"], eos_ids=eos_ids,
                       tokenizer=tokenizer, config=config)
     meta = _open_run(run_dir, recipe=recipe, data=data, target=record, draft_config=shape.to_json())
