@@ -34,6 +34,7 @@ from .fit import fit, is_sharded, make_trainer, require_accelerator, with_schedu
 from .loggers import quiet_lightning
 from .muon import local
 from .optim import MuonAdamW, parameter_groups
+from .packing import spread
 from .parity import Parity, measure_parity
 from .precision import AUTOCAST
 from .prompts import to_jsonl
@@ -238,15 +239,18 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
 
 
 def _parity(draft: DraftModel, target: nn.Module, rows: list[Any], *, recipe: DistillRecipe, device: torch.device, max_length: int) -> Parity:
-    """Training against serving on the fullest of the first rows; on a GPU the block mask too, with rows and anchors as in training."""
-    first = [row if isinstance(row, Tensor) else row[0] for row in (rows[0][i] for i in range(min(len(rows[0]), 16)))]
-    row = max(first, key=lambda r: int(r[DOCUMENTS].max())).to(device)
+    """Training against serving on the fullest of some rows; on a GPU the block mask too, with rows and anchors as in training."""
+    # spread over a source, because packing by length may keep answers of different temperatures apart
+    some = [row if isinstance(row, Tensor) else row[0] for row in (rows[0][i] for i in spread(len(rows[0]), limit=16))]
+    fullest = max(some, key=lambda r: int(r[DOCUMENTS].max()))
+    row = fullest.to(device)
     size = -(-row.shape[1] // TILE) * TILE
     flex_rows = None
     if device.type == "cuda" and row.shape[1] == size:
-        flex_rows = torch.stack([first[i % len(first)] for i in range(recipe.trainer.batch_size)]).to(device)
+        flex_rows = torch.stack([some[i % len(some)] for i in range(recipe.trainer.batch_size)]).to(device)
     return measure_parity(draft.to(device), target, row, max_length=max_length, autocast=AUTOCAST[recipe.trainer.precision], flex_rows=flex_rows,
-                          num_anchors=recipe.loss.anchors)
+                          num_anchors=recipe.loss.anchors, temperatures=recipe.data.temperatures,
+                          more_rows=[r.to(device) for r in some if r is not fullest])
 
 
 def _complete(run_dir: Path, meta: dict[str, Any], *, out: Path) -> None:

@@ -112,7 +112,8 @@ def random_draft(target: Any, *, seed: int = 0, **changes: Any) -> DraftModel:
     return draft
 
 
-@pytest.mark.parametrize("changes", [{}, {"sliding_window": None}, {"causal": "always", "attention_sinks": True}, {"draft_vocab_size": 5, "mask_embedding": True}],
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": None}, {"causal": "always", "attention_sinks": True},
+                                     {"draft_vocab_size": 5, "mask_embedding": True}],
                          ids=["window", "full", "causal with sinks", "reduced vocabulary"])
 def test_a_walk_of_a_model_has_the_rounds_of_its_loop(changes: dict[str, Any], target: Any) -> None:
     rounds: list[Round] = []
