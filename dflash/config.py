@@ -12,8 +12,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .rope import ROPE_TYPES, check_rope_scaling
+
 Causality = Literal["never", "always", "sliding"]
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")   # whose angles do not depend on how long the text has become
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,8 @@ class DraftConfig:
         if not 0 < self.partial_rotary_factor <= 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ValueError(f"draft.partial_rotary_factor: must lie in (0, 1] and turn an even number of dimensions; got {self.partial_rotary_factor} "
                              f"of {self.head_dim}.")
-        if self.rope_scaling is not None and self.rope_scaling.get("rope_type") not in ROPE_TYPES[1:]:
-            raise ValueError(f"draft.rope_scaling: needs a rope_type of {', '.join(ROPE_TYPES[1:])}; got {self.rope_scaling.get('rope_type')!r}.")
+        if self.rope_scaling is not None:
+            check_rope_scaling(self.rope_scaling)
         for name in ("attention_value_scale", "input_embedding_scale", "output_multiplier"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"draft.{name}: must be positive; got {getattr(self, name)}.")
@@ -99,6 +100,8 @@ class DraftConfig:
             raise ValueError(f"draft.logit_softcap: must be positive, or null for none; got {self.logit_softcap}.")
         if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(f"draft.draft_vocab_size: must lie in 1..{self.vocab_size}; got {self.draft_vocab_size}.")
+        if self.draft_vocab_size == self.vocab_size:   # one form of "all", so that no file says it with a table of tokens that no reader expects
+            object.__setattr__(self, "draft_vocab_size", None)
 
     @property
     def num_drafts(self) -> int:
@@ -187,7 +190,6 @@ class DraftConfig:
             value = _agree(where, {key: raw.get(key), f"dflash_config.{key}": nested.get(key)})
             return neutral if value is None else value
 
-        draft_vocab = option("draft_vocab_size", None)
         return cls(
             hidden_size=_need(raw, "hidden_size", where), intermediate_size=_need(raw, "intermediate_size", where), num_hidden_layers=layers,
             num_attention_heads=_need(raw, "num_attention_heads", where), num_key_value_heads=_need(raw, "num_key_value_heads", where),
@@ -200,7 +202,7 @@ class DraftConfig:
             max_position_embeddings=_need(raw, "max_position_embeddings", where), attention_sinks=option("attention_sink_bias", False),
             attention_value_scale=option("attention_value_scale", 1.0), input_embedding_scale=option("input_embedding_scale", 1.0),
             output_multiplier=option("output_multiplier", 1.0), logit_softcap=option("final_logit_softcapping", None),
-            mask_embedding=option("mask_embedding", False), draft_vocab_size=None if draft_vocab == raw["vocab_size"] else draft_vocab,
+            mask_embedding=option("mask_embedding", False), draft_vocab_size=option("draft_vocab_size", None),
             target_hidden_size=raw.get("target_hidden_size"), backbone_rotary_base=option("backbone_rotary_base", None))
 
 
@@ -248,6 +250,8 @@ def _rope(raw: dict[str, Any], *, where: str) -> dict[str, Any]:
     for section in sections.values():
         if "type" in section:
             section.setdefault("rope_type", section.pop("type"))   # its old name
+        for key in ("mrope_section", "mrope_interleaved"):         # of a multimodal target: for text all sections turn alike
+            section.pop(key, None)
     merged = {key: _agree(where, {f"{name}.{key}": section.get(key) for name, section in sections.items()}) for key in set().union(*sections.values())}
     return {"rope_type": "default", **{key: value for key, value in merged.items() if value is not None}}
 

@@ -1,4 +1,4 @@
-"""The draft of a distillation run that has not finished, taken from its newest checkpoint."""
+"""The draft of a distillation run, finished or not, taken from its newest checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ def export_draft(run_dir: Path, out: Path) -> int:
     state = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in read_checkpoint(checkpoint).items() if name.startswith(WEIGHTS_PREFIX)}
     own_head, own_embedding = state.pop("own_head", None), state.pop("own_embedding", None)   # frozen ones of a draft it started from
     if draft.draft_ids is not None and own_head is None:
+        remedy = f"It is finished: use what it wrote to {meta['draft']}." if meta["status"] == "complete" else "Continue it with --resume."
         raise NotImplementedError(f"{run_dir}: a draft with a reduced vocabulary goes with rows of its target's head, which the run writes when it is "
-                                  "finished. Continue it with --resume.")
+                                  f"finished. {remedy}")
     try:
         draft.load_state_dict(state)
     except RuntimeError as error:

@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -90,7 +91,7 @@ def _version() -> str:
 def _export(run_dir: Path, out: Path, *, parent: Path | None) -> None:
     if (run_dir / RUN_METADATA).is_file() and read_meta(run_dir)["kind"] == DRAFT_RUN:
         step = export_draft(run_dir, out)
-        print(f"{out}: the draft of {run_dir} at step {step} of {read_meta(run_dir)['max_steps']}; its acceptance at this step was not measured")
+        print(f"{out}: the draft of {run_dir} at step {step} of {read_meta(run_dir)['max_steps']}; {_measured(read_meta(run_dir), step=step)}")
         return
     run = Run.open(run_dir)
     if not run.is_complete:
@@ -102,6 +103,14 @@ def _export(run_dir: Path, out: Path, *, parent: Path | None) -> None:
           f"{result.bytes_before / 1e6:.2f} MB -> {result.bytes_after / 1e6:.2f} MB")
     for warning in result.warnings:
         print(f"warning: {warning}")
+
+
+def _measured(meta: dict[str, Any], *, step: int) -> str:
+    """What a distillation run knows of its draft's acceptance at a step; only that of its last one is measured on the weights that are written."""
+    if step != meta["max_steps"] or "after" not in meta:
+        return "its acceptance at this step was not measured"
+    length = meta["after"]["all"]["acceptance_length_repeats_cut"]
+    return "its acceptance was measured" + (", on no rounds" if length is None else f": {length:.3f} tokens a round on held-out prompts")
 
 
 def _serve(options: argparse.Namespace) -> None:

@@ -26,6 +26,9 @@ from .responses import Response
 from .slot_pass import slot_pass
 from .walk import walk_rounds
 
+ALARM_ROUNDS, ALARM_EXPECTED = 20, 5   # no acceptance where 5 were expected: by chance in less than 1 of 100 runs (e**-5)
+LITTLE_ACCURACY = 0.05                 # of the first slots: what a draft has before it has learnt anything of the text
+
 
 @torch.no_grad()
 def measure_acceptance(
@@ -100,13 +103,24 @@ def _slot_accuracy(draft: DraftModel, target: nn.Module, text: Response) -> tupl
 
 
 def acceptance_alarm(measured: Mapping[str, Any]) -> str | None:
-    """What to say when not one draft was accepted anywhere, which training alone does not do; None otherwise."""
+    """What to say when not one draft was accepted anywhere; None otherwise.
+
+    With nothing accepted the rounds are at every token of the text, where accuracy by slot is measured too, in the form that trains. So the accuracy of slot 1
+    says how many first drafts should have been accepted: a draft that is right there and never accepted is wrong in serving, one that is wrong
+    there too is weak.
+    """
     everything = measured["all"]
-    if everything["rounds"] == 0 or everything["acceptance_length"] != 1.0:
+    rounds, accuracy = everything["rounds"], everything["accuracy_by_slot"][0] or 0.0
+    if rounds == 0 or everything["acceptance_length"] != 1.0:
         return None
-    return (f"ALARM: the acceptance length is exactly 1.00 over {everything['rounds']} rounds: not one draft was accepted. That is no weak draft but a wrong "
-            "one, such as other taps, another mask token or embedding, or a draft of another target. Accuracy by slot in RUN/meta.json says whether training "
-            "itself predicts anything.")
+    found = f"the acceptance length is exactly 1.00 over {rounds} rounds: not one draft was accepted"
+    expected = f"{100 * accuracy:.1f} % of the first slots are right by teacher forcing"
+    if rounds >= ALARM_ROUNDS and rounds * accuracy >= ALARM_EXPECTED:
+        return (f"ALARM: {found}, although {expected}. That is no weak draft but a wrong one: what is served differs from what was trained, such as "
+                "other taps, another mask token or embedding.")
+    if rounds < ALARM_ROUNDS and accuracy > LITTLE_ACCURACY:
+        return f"{found}, and {expected}: too few rounds to tell why. Raise data.heldout_prompts or data.heldout_new_tokens."
+    return f"{found}, and only {expected}: the draft is untrained or has had too little training, or began as one of another target."
 
 
 def acceptance_figures(measured: Mapping[str, Any]) -> dict[str, float]:

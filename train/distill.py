@@ -29,11 +29,12 @@ from .callbacks import HeldoutFigures, MetricsCSV
 from .distill_config import DistillRecipe
 from .distill_data import DOCUMENTS, PromptData, RowData
 from .distill_rows import Answers, answer_share, check_features, heldout_texts, make_rows, start_ranks, store_features
-from .draft_shape import choose_draft_ids, draft_plan, resolve_shape
+from .draft_shape import choose_draft_ids, draft_plan, require_room_for_end_tokens, resolve_shape
 from .fit import fit, is_sharded, make_trainer, require_accelerator, with_schedule
 from .loggers import quiet_lightning
 from .muon import local
 from .optim import MuonAdamW, parameter_groups
+from .packing import spread
 from .parity import Parity, measure_parity
 from .precision import AUTOCAST
 from .prompts import to_jsonl
@@ -157,6 +158,9 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     tokenizer = load_tokenizer(target_dir)
     autocast = AUTOCAST[t.precision]
     shape, origin = resolve_shape(recipe.draft, config=config, tokenizer=tokenizer)
+    record, eos_ids = target_record(target_dir), end_token_ids(target_dir)
+    if shape.draft_vocab_size is not None and recipe.draft.init_from is None:
+        require_room_for_end_tokens(shape.draft_vocab_size, eos_ids=eos_ids)
     draft = DraftModel(shape)
     rank_zero_print(draft_plan(draft, origin=origin))
     data = PromptData(recipe.data, tokenizer=tokenizer, vocab_size=config.vocab_size, max_length=config.max_position_embeddings)
@@ -176,7 +180,6 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
     L.seed_everything(t.seed, verbose=False)
     teacher = target if recipe.features_from is None else load_exported_model(Path(recipe.features_from), dtype=autocast or torch.float32)
     module = DistillModule(recipe, draft=draft, target=teacher)
-    record, eos_ids = target_record(target_dir), end_token_ids(target_dir)
     answers = Answers(recipe, data, run_dir=run_dir, target=target, dtype=autocast or torch.float32, target_sha256=record["sha256"], eos_ids=eos_ids,
                       tokenizer=tokenizer, config=config)
     states_of = None if recipe.features_from is None else _model_record(Path(recipe.features_from))
@@ -238,15 +241,18 @@ def run_distill(recipe: DistillRecipe, *, resume: bool) -> dict[str, Any]:
 
 
 def _parity(draft: DraftModel, target: nn.Module, rows: list[Any], *, recipe: DistillRecipe, device: torch.device, max_length: int) -> Parity:
-    """Training against serving on the fullest of the first rows; on a GPU the block mask too, with rows and anchors as in training."""
-    first = [row if isinstance(row, Tensor) else row[0] for row in (rows[0][i] for i in range(min(len(rows[0]), 16)))]
-    row = max(first, key=lambda r: int(r[DOCUMENTS].max())).to(device)
+    """Training against serving on the fullest of some rows; on a GPU the block mask too, with rows and anchors as in training."""
+    # spread over a source, because packing by length may keep answers of different temperatures apart
+    some = [row if isinstance(row, Tensor) else row[0] for row in (rows[0][i] for i in spread(len(rows[0]), limit=16))]
+    fullest = max(some, key=lambda r: int(r[DOCUMENTS].max()))
+    row = fullest.to(device)
     size = -(-row.shape[1] // TILE) * TILE
     flex_rows = None
     if device.type == "cuda" and row.shape[1] == size:
-        flex_rows = torch.stack([first[i % len(first)] for i in range(recipe.trainer.batch_size)]).to(device)
+        flex_rows = torch.stack([some[i % len(some)] for i in range(recipe.trainer.batch_size)]).to(device)
     return measure_parity(draft.to(device), target, row, max_length=max_length, autocast=AUTOCAST[recipe.trainer.precision], flex_rows=flex_rows,
-                          num_anchors=recipe.loss.anchors)
+                          num_anchors=recipe.loss.anchors, temperatures=recipe.data.temperatures,
+                          more_rows=[r.to(device) for r in some if r is not fullest])
 
 
 def _complete(run_dir: Path, meta: dict[str, Any], *, out: Path) -> None:

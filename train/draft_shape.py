@@ -22,23 +22,32 @@ def resolve_shape(shape: DraftShape, *, config: Any, tokenizer: Any) -> tuple[Dr
     Errors: ValueError for a draft to start from that has other shapes than the target, RecipeError for what cannot be filled in.
     """
     if shape.init_from is not None:
-        return _shape_of_existing(Path(shape.init_from), config=config)
+        c, origin = _shape_of_existing(Path(shape.init_from), config=config)
+        _refuse_other_shape(shape, c)
+        return c, origin
     mask = shape.mask_token_id if shape.mask_token_id is not None else tokenizer.mask_token_id
     if mask is None:
         raise RecipeError("draft.mask_token_id: the target's tokenizer has no mask token. Name an unused row of the embedding, such as the first after the "
                           f"tokenizer's own tokens ({len(tokenizer)}, if it is below the vocab_size of {config.vocab_size}).")
-    taps = tuple(shape.target_layer_ids) if shape.target_layer_ids is not None else _default_taps(config.num_hidden_layers, shape.num_hidden_layers)
-    heads = shape.num_attention_heads or config.num_attention_heads
+    taps = shape.target_layer_ids
+    if taps is None:   # 0 layers are refused by DraftConfig
+        taps = _default_taps(config.num_hidden_layers, max(1, shape.num_hidden_layers))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return DraftConfig(
-        hidden_size=config.hidden_size, intermediate_size=shape.intermediate_size or 3 * config.hidden_size, num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=heads, num_key_value_heads=shape.num_key_value_heads or config.num_key_value_heads,
-        head_dim=shape.head_dim or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads, vocab_size=config.vocab_size,
-        target_layer_ids=taps, num_target_layers=config.num_hidden_layers, mask_token_id=mask, block_size=shape.block_size,
+        hidden_size=config.hidden_size, intermediate_size=_given_or(shape.intermediate_size, 3 * config.hidden_size),
+        num_hidden_layers=shape.num_hidden_layers, num_attention_heads=_given_or(shape.num_attention_heads, config.num_attention_heads),
+        num_key_value_heads=_given_or(shape.num_key_value_heads, config.num_key_value_heads), head_dim=_given_or(shape.head_dim, head_dim),
+        vocab_size=config.vocab_size,
+        target_layer_ids=tuple(taps), num_target_layers=config.num_hidden_layers, mask_token_id=mask, block_size=shape.block_size,
         sliding_window=shape.sliding_window, full_attention_layers=tuple(shape.full_attention_layers), causal=shape.causal, rope_theta=shape.rope_theta,
         partial_rotary_factor=shape.partial_rotary_factor, rope_scaling=shape.rope_scaling, rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings, attention_sinks=shape.attention_sinks, attention_value_scale=shape.attention_value_scale,
         output_multiplier=shape.output_multiplier, logit_softcap=_softcap(shape, config=config), mask_embedding=shape.mask_embedding,
         draft_vocab_size=shape.draft_vocab_size), "random weights"
+
+
+def _given_or(value: int | None, default: int) -> int:
+    return default if value is None else value
 
 
 def _softcap(shape: DraftShape, *, config: Any) -> float | None:
@@ -58,6 +67,24 @@ def _shape_of_existing(directory: Path, *, config: Any) -> tuple[DraftConfig, st
     return dataclasses.replace(c, num_target_layers=config.num_hidden_layers), f"warm start from {directory}, {made_for}"
 
 
+def _refuse_other_shape(shape: DraftShape, existing: DraftConfig) -> None:
+    """RecipeError for options that are set in the recipe, differ from the draft it starts from, and would do nothing."""
+    ignored = []
+    for option in dataclasses.fields(DraftShape):
+        if option.name == "init_from":
+            continue
+        default = option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
+        asked = getattr(shape, option.name)
+        wanted: Any = tuple(asked) if isinstance(asked, list) else asked
+        if (option.name == "logit_softcap" and wanted == 0) or (option.name == "draft_vocab_size" and wanted == existing.vocab_size):
+            wanted = None
+        if asked != default and wanted != getattr(existing, option.name):
+            ignored.append(f"draft.{option.name} {asked} (there: {getattr(existing, option.name)})")
+    if ignored:
+        raise RecipeError(f"draft.init_from: the shape is that of {shape.init_from}, which the recipe contradicts: {', '.join(ignored)}. Leave these options "
+                          "out, or start from random weights (init_from: null).")
+
+
 def _default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
     """The published rule, with as many taps as there are different layers."""
     for taps in range(num_draft_layers, 0, -1):
@@ -66,6 +93,13 @@ def _default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, .
         except ValueError:
             continue
     raise RecipeError(f"draft.target_layer_ids: the published rule gives no layer for a target of {num_target_layers}. Name them in the recipe.")
+
+
+def require_room_for_end_tokens(draft_vocab_size: int, *, eos_ids: Collection[int]) -> None:
+    """RecipeError for a vocabulary that end tokens alone would fill: no answer's own token could be proposed."""
+    if draft_vocab_size <= len(set(eos_ids)):
+        raise RecipeError(f"draft.draft_vocab_size: must have room for the target's end tokens ({len(set(eos_ids))}) and at least one more, so at least "
+                          f"{len(set(eos_ids)) + 1}; got {draft_vocab_size}. Published drafts have thousands (32000).")
 
 
 def choose_draft_ids(rows: Sequence[Sequence[Tensor]], *, size: int, vocab_size: int, always: Collection[int]) -> Tensor:

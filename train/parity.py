@@ -6,11 +6,13 @@ run's own process, with its own target, rows and draft:
     features     tapped layer outputs of a packed row, and of the target reading the same document as in serving: prompt, then rounds
     logits       the draft's training form and the drafter at work, on the same features, in fp32
     block mask   (GPU) the training form as it will run, against the dense fp32 one
-    labels       how often the token a slot is trained on is the target's own likeliest, and how often the token before or after it is
+    labels       how often the token a slot is trained on is the target's own likeliest, and how often the token before or after it is; where
+                 all answers are sampled, how much less probable they are than samples of the target at that temperature, which need not be likely
 """
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,10 @@ from ..quant.quality import head_weight
 from .distill_data import DOCUMENTS, IDS, POSITIONS, SUPERVISED
 from .slot_pass import run_target
 
+LABELS_BOUND = 0.5       # of a greedy answer: 91.7 % was the lowest seen, in bf16; text of another origin may have any
+LABEL_TOKENS = 4         # of an answer that may speak for the greedy ones
+LEAST_TEMPERATURE = 0.5  # at which sampled answers are looked at: colder ones are no surprise there, and rounding counts less than at their own
+SURPRISE_BOUND, SURPRISE_ERRORS = 0.5, 4   # of sampled answers: nats a token, for a server's own rounding, and standard errors
 ANCHORS = 8              # of one document
 DOCUMENT_TOKENS = 384    # of the document that is looked at
 CHUNKS = (1, 8, 3, 5)    # tokens that serving reads at a time after the prompt
@@ -37,7 +43,10 @@ FEATURES_BOUND = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """Relative distances of the two forms, and the shares of labels that are the target's choice (with the token before, and after, in their place)."""
+    """Relative distances of the two forms, and the shares of labels that are the target's choice (with the token before, and after, in their place).
+
+    surprise: of sampled answers, nats a token by which they are less probable than the target's own samples are on average; None for greedy ones.
+    """
 
     features: float
     features_bound: float
@@ -46,15 +55,21 @@ class Parity:
     labels: float
     labels_before: float
     labels_after: float
+    is_greedy: bool
+    surprise: float | None
+    surprise_bound: float
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         mask = "" if self.block_mask is None else f", block mask {self.block_mask:.1e} (bound {MASK_BOUND})"
+        labels = (f"labels {100 * self.labels:.1f} % the target's own choice (a token early {100 * self.labels_before:.1f} %, late "
+                  f"{100 * self.labels_after:.1f} %)")
+        if self.surprise is not None:
+            labels += f", sampled, {self.surprise:.2f} nats from the target's own samples (bound {self.surprise_bound:.2f})"
         return (f"training against serving: features {self.features:.1e} (bound {self.features_bound}), draft logits {self.logits:.1e} "
-                f"(bound {LOGITS_BOUND}){mask}, labels {100 * self.labels:.1f} % the target's own choice (a token early "
-                f"{100 * self.labels_before:.1f} %, late {100 * self.labels_after:.1f} %)")
+                f"(bound {LOGITS_BOUND}){mask}, {labels}")
 
     def require(self) -> None:
         """ValueError that names what differs."""
@@ -63,25 +78,34 @@ class Parity:
             if distance is not None and not distance <= bound:
                 raise ValueError(f"train dflash-distill: {what}: the training form is {distance:.2e} from the serving form, bound {bound}. "
                                  "A draft trained like this would not be accepted in serving. This is an error of the target's code or of kilotok: report it.")
-        if not self.labels >= max(self.labels_before, self.labels_after):
+        shifted = max(self.labels_before, self.labels_after)
+        if self.is_greedy and not max(self.labels, shifted) >= LABELS_BOUND:
+            raise ValueError(f"train dflash-distill: the labels should be greedy answers, and are the target's choice in {100 * self.labels:.1f} %, bound "
+                             f"{100 * LABELS_BOUND:.0f} %: another model wrote them. Check which one data.endpoint serves, and remove "
+                             "the answers that it gave.")
+        fault = "hidden states and tokens are not aligned. This is an error of the target's code or of kilotok: report it."
+        if self.is_greedy and not self.labels >= shifted:
             raise ValueError(f"train dflash-distill: the labels are the target's choice in {100 * self.labels:.1f} %, and shifted by one token in "
-                             f"{100 * max(self.labels_before, self.labels_after):.1f} %: hidden states and tokens are not aligned. This is an error of the "
-                             "target's code or of kilotok: report it.")
+                             f"{100 * shifted:.1f} %: {fault}")
+        if self.surprise is not None and not self.surprise <= self.surprise_bound:
+            raise ValueError(f"train dflash-distill: the labels are sampled answers, and {self.surprise:.2f} nats a token less probable than the target's own, "
+                             f"bound {self.surprise_bound:.2f}: another model wrote them, or {fault}")
 
 
 @torch.no_grad()
 def measure_parity(draft: DraftModel, target: nn.Module, row_4S: Tensor, *, max_length: int, autocast: torch.dtype | None, flex_rows: Tensor | None = None,
-                   num_anchors: int = 0) -> Parity:
+                   num_anchors: int = 0, temperatures: Sequence[float] = (0.0,), more_rows: Sequence[Tensor] = ()) -> Parity:
     """Compare the two forms on the longest document of a row.
 
     Shapes: row_4S as `pack_row` makes it, on the target's device; flex_rows [B, 4, S]: also check the block mask, on rows and anchors as in training.
+    temperatures: of the answers. Of greedy ones among others the labels are those of the document that looks most greedy, in more_rows [4, S] too.
     """
     row = row_4S.unsqueeze(0)
     document = _longest_document(row_4S)
     start, length = int(document[0]), min(len(document), DOCUMENT_TOKENS)
     ids = row[0, IDS, start:start + length]
     prompt = max(1, int((row[0, SUPERVISED, start:start + length] == 0).sum()))
-    features, hidden = run_target(target, row[:, IDS], documents_BS=row[:, DOCUMENTS], positions_BS=row[:, POSITIONS], layer_ids=draft.config.target_layer_ids)
+    features, _ = run_target(target, row[:, IDS], documents_BS=row[:, DOCUMENTS], positions_BS=row[:, POSITIONS], layer_ids=draft.config.target_layer_ids)
     served = _serving_features(draft, target, ids.tolist(), prompt=prompt, max_length=max_length)
     here = slice(start, start + length)
     taps = len(draft.config.target_layer_ids)
@@ -89,12 +113,11 @@ def measure_parity(draft: DraftModel, target: nn.Module, row_4S: Tensor, *, max_
     distance = float(((a - b).norm(dim=-1) / b.norm(dim=-1)).median(dim=0).values.max())
     same_features = features.clone()
     same_features[0, here] = served
-    labels = _label_shares(hidden[0, here], ids, head_VD=head_weight(target), prompt=prompt)
     dtype = features.dtype
     return Parity(features=distance, features_bound=FEATURES_BOUND.get(dtype, 0.05),
                   logits=_logits_distance(draft, target, row, same_features, start=start, length=length, prompt=prompt),
                   block_mask=None if flex_rows is None else _mask_distance(draft, target, flex_rows, num_anchors=num_anchors, autocast=autocast),
-                  labels=labels[0], labels_before=labels[1], labels_after=labels[2])
+                  **_labels(target, [row_4S, *more_rows], temperatures=temperatures, layer_ids=draft.config.target_layer_ids))
 
 
 def _longest_document(row_4S: Tensor) -> Tensor:
@@ -162,12 +185,47 @@ def _mask_distance(draft: DraftModel, target: nn.Module, rows_B4S: Tensor, *, nu
     return float(difference.norm() / expected[:, :, 1:].double().norm())
 
 
-def _label_shares(hidden_TD: Tensor, ids: Tensor, *, head_VD: Tensor, prompt: int) -> tuple[float, float, float]:
-    """Shares of response tokens that are the target's likeliest after the tokens before them; then with the token before and the token after in their place."""
-    places = torch.arange(prompt, len(ids), device=ids.device)
-    choice = nn.functional.linear(hidden_TD[places - 1].to(head_VD.dtype), head_VD).argmax(-1)
-    shares = []
-    for shift in (0, -1, 1):
-        inside = (places + shift < len(ids)) & (places + shift >= 0)
-        shares.append(float((choice[inside] == ids[places[inside] + shift]).float().mean()) if bool(inside.any()) else 0.0)
-    return shares[0], shares[1], shares[2]
+def _labels(target: nn.Module, rows: Sequence[Tensor], *, temperatures: Sequence[float], layer_ids: tuple[int, ...]) -> dict[str, Any]:
+    """What Parity says of labels.
+
+    If all answers are greedy, the first row's longest document speaks for them; if some are, the one with the highest share under any of the three
+    alignments does, so that a shift is not hidden by a text that it suits; if none is, all of the first row do.
+    """
+    is_greedy, is_mixed = 0 in temperatures, len(set(temperatures)) > 1
+    sampled = [] if is_greedy else sorted({max(t, LEAST_TEMPERATURE) for t in temperatures})
+    found = []
+    for row in rows if is_greedy and is_mixed else rows[:1]:
+        _, hidden = run_target(target, row[None, IDS], documents_BS=row[None, DOCUMENTS], positions_BS=row[None, POSITIONS], layer_ids=layer_ids)
+        numbers = range(int(row[DOCUMENTS].max()) + 1)
+        documents = [(row[DOCUMENTS] == n).nonzero().flatten() for n in numbers] if is_mixed or not is_greedy else [_longest_document(row)]
+        found += [_label_scores(hidden[0, d], row[IDS, d], head_VD=head_weight(target), prompt=int((row[SUPERVISED, d] == 0).sum()),
+                                temperatures=sampled) for d in documents]
+    said: dict[str, Any] = {"is_greedy": is_greedy, "surprise": None, "surprise_bound": SURPRISE_BOUND}
+    if is_greedy:
+        least = min(LABEL_TOKENS, max(right.shape[-1] for right, _ in found))
+        chosen = max((right for right, _ in found if right.shape[-1] >= least), key=lambda right: (float(right.mean(-1).max()), right.shape[-1]))
+    else:
+        chosen = torch.cat([right for right, _ in found], dim=-1)
+        # a document's temperature is not kept: the one that suits it best speaks for it
+        surprise, variance = torch.stack([parts[:, parts[0].argmin()] for _, parts in found]).sum(0).tolist()
+        said |= {"surprise": surprise / chosen.shape[-1], "surprise_bound": SURPRISE_BOUND + SURPRISE_ERRORS * variance ** 0.5 / chosen.shape[-1]}
+    shares = chosen.mean(-1).tolist()
+    return {**said, "labels": shares[0], "labels_before": shares[1], "labels_after": shares[2]}
+
+
+def _label_scores(hidden_TD: Tensor, ids_T: Tensor, *, head_VD: Tensor, prompt: int, temperatures: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """(right [3, P], surprise [2, temperatures]), fp64, of P tokens of a response but its last.
+
+    right: is the token there, before it or after it the target's likeliest there. surprise: at each temperature, the sum over tokens of -log p(token)
+    less the entropy of p, which is 0 on average for samples of p; and its variance under p.
+    """
+    places = torch.arange(max(1, prompt), min(len(ids_T) - 1, prompt + DOCUMENT_TOKENS), device=ids_T.device)
+    logits = nn.functional.linear(hidden_TD[places - 1].to(head_VD.dtype), head_VD).float()
+    right = torch.stack([logits.argmax(-1) == ids_T[places + shift] for shift in (0, -1, 1)]).double()
+    surprise = torch.zeros(2, len(temperatures), dtype=torch.float64, device=ids_T.device)
+    for number, temperature in enumerate(temperatures):
+        logs = (logits / temperature).log_softmax(-1)
+        mean = (logs.exp() * logs).sum(-1)
+        surprise[0, number] = (mean - logs.gather(-1, ids_T[places, None])[:, 0]).double().sum()
+        surprise[1, number] = (logs.exp() * (logs - mean[:, None]).square()).sum(-1).double().sum()
+    return right, surprise

@@ -330,6 +330,11 @@ def test_numbers_that_cannot_be_are_refused(changes: dict[str, Any], message: st
         dataclasses.replace(FULL, **changes)
 
 
+def test_a_vocabulary_of_all_tokens_is_none() -> None:
+    whole = dataclasses.replace(FULL, draft_vocab_size=FULL.vocab_size)
+    assert whole == FULL and whole.draft_vocab_size is None and "draft_vocab_size" not in whole.to_json()
+
+
 def test_the_ends_of_the_ranges_are_allowed() -> None:
     c = dataclasses.replace(FULL, sliding_window=16, target_layer_ids=(0, 35), mask_token_id=151935)
     assert c.num_drafts == 15 and dataclasses.replace(SMALL, block_size=2).num_drafts == 1

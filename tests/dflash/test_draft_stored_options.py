@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -292,17 +293,13 @@ def target_of(c: DraftConfig, *, num_hidden_layers: int) -> Any:
 
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "vocab_size": 4096}
-# what a draft to start from overrules
-RECIPE = {"target_layer_ids": [3, 4], "attention_sinks": False, "causal": "always", "sliding_window": 64, "block_size": 4}
-
-
 def test_a_warm_start_keeps_what_the_released_draft_has(tmp_path: Path) -> None:
     """ModelOpt#2149: taps, sinks, causality, window and rope are the checkpoint's, not the recipe's or the rule's defaults."""
     raw = {**MIMO_PRO, **TINY, "v_head_dim": 16, "num_target_layers": 6, "sliding_window": 32,
            "dflash_config": {**MIMO_PRO["dflash_config"], "target_layer_ids": [5, 0], "mask_token_id": 4090, "swa_window_size": 32}}
     options = {"attention_sinks": True, "attention_value_scale": 0.612, "partial_rotary_factor": 0.5, "rope_theta": 10000.0, "rms_norm_eps": 1e-5}
     draft = released(tmp_path / "mimo", raw, **options)
-    shape, origin = resolve_shape(DraftShape(init_from=str(tmp_path / "mimo"), **RECIPE), config=target_of(CONFIG, num_hidden_layers=6),
+    shape, origin = resolve_shape(DraftShape(init_from=str(tmp_path / "mimo")), config=target_of(CONFIG, num_hidden_layers=6),
                                   tokenizer=NoTokenizer())
     assert origin == f"warm start from {tmp_path / 'mimo'}, of unknown origin"
     assert (shape.target_layer_ids, shape.causal, shape.sliding_window, shape.full_attention_layers, shape.block_size) == ((5, 0), "never", 32, (), 8)
@@ -318,6 +315,28 @@ def test_a_warm_start_keeps_what_the_released_draft_has(tmp_path: Path) -> None:
     assert_equal(logits(again), logits(started), bits=True)
 
 
+def test_a_warm_start_refuses_a_recipe_that_asks_for_another_shape(tmp_path: Path) -> None:
+    """All options that would do nothing are named at once; those that the draft has are no contradiction."""
+    released(tmp_path / "small", {**MIMO_PRO, **TINY, "v_head_dim": 16, "num_target_layers": 6, "sliding_window": 32,
+             "dflash_config": {**MIMO_PRO["dflash_config"], "target_layer_ids": [5, 0], "mask_token_id": 4090, "swa_window_size": 32}})
+    there = read_config(tmp_path / "small")
+    target = target_of(CONFIG, num_hidden_layers=6)
+
+    def resolved(**options: Any) -> DraftConfig:
+        return resolve_shape(DraftShape(init_from=str(tmp_path / "small"), **options), config=target, tokenizer=NoTokenizer())[0]
+
+    agreeing = {"target_layer_ids": [5, 0], "sliding_window": 32, "mask_token_id": 4090, "num_hidden_layers": 2, "logit_softcap": 0,
+                "draft_vocab_size": there.vocab_size}
+    assert resolved(**agreeing) == there
+    others = {"target_layer_ids": [3, 4], "causal": "always", "block_size": 4, "num_attention_heads": 2, "draft_vocab_size": 500, "logit_softcap": 30.0,
+              "full_attention_layers": [1]}
+    for name, value in others.items():
+        with pytest.raises(ValueError, match=rf"^draft\.init_from: .*contradicts: draft\.{name} {re.escape(str(value))} \(there: "):
+            resolved(**{name: value})
+    with pytest.raises(ValueError, match=r"draft\.block_size 4 .*draft\.causal always "):
+        resolved(**others)
+
+
 def test_a_warm_start_learns_how_deep_its_target_is(tmp_path: Path) -> None:
     """Speculators does not say it, and z-lab's package cannot read a draft that does not."""
     raw = {**DEEPSEEK_V4_FLASH, "mask_token_id": 4090, "target_hidden_size": 64, "draft_vocab_size": DRAFTED, "aux_hidden_state_layer_ids": [2, 1],
@@ -325,7 +344,7 @@ def test_a_warm_start_learns_how_deep_its_target_is(tmp_path: Path) -> None:
                                         "sliding_window": 32}}
     released(tmp_path / "speculators", raw, draft_vocab_size=DRAFTED)
     assert read_config(tmp_path / "speculators").num_target_layers is None
-    shape, _ = resolve_shape(DraftShape(init_from=str(tmp_path / "speculators"), **RECIPE), config=target_of(CONFIG, num_hidden_layers=6),
+    shape, _ = resolve_shape(DraftShape(init_from=str(tmp_path / "speculators")), config=target_of(CONFIG, num_hidden_layers=6),
                              tokenizer=NoTokenizer())
     assert (shape.num_target_layers, shape.target_layer_ids, shape.causal, shape.draft_vocab_size) == (6, (1, 0), "always", DRAFTED)
     assert dataclasses.replace(shape, num_target_layers=None) == read_config(tmp_path / "speculators")

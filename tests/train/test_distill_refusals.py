@@ -92,7 +92,8 @@ def assert_refused(case: Case, arguments: list[str], *, parts: list[str], capsys
 def draft_of(case: Case, **changed: Any) -> Path:
     """A draft beside the target, made for it unless changed."""
     config = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-              "vocab_size": 4096, "target_layer_ids": (0, 1), "num_target_layers": 2, "mask_token_id": 3, **changed}
+              "vocab_size": 4096, "target_layer_ids": (0, 1), "num_target_layers": 2, "mask_token_id": 3, "sliding_window": 32,
+              **changed}
     (case.root / "old").mkdir()
     write_draft(case.root / "old", DraftModel(DraftConfig(**config)), metadata={"target": target_record(case.target)})
     return case.root / "old"
@@ -208,11 +209,19 @@ def options(*arguments: str) -> Callable[[Case], list[str]]:
     (options("--draft.target_layer_ids", "[1, 1]"), ["draft.target_layer_ids: each layer is tapped once; got [1, 1]"]),
     (options("--draft.mask_token_id", "4096"), ["draft.mask_token_id: must be a row of the target's embedding, 0..4095; got 4096"]),
     (options("--draft.block_size", "1"), ["draft.block_size", "at least 2; got 1"]),
+    *((options(f"--draft.{name}", "0"), [f"draft.{name}: must be positive; got 0"]) for name in (
+        "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")),
+    (lambda case: ["--draft.target_layer_ids", "null", "--draft.num_hidden_layers", "0"], ["draft.num_hidden_layers: must be positive; got 0"]),
+    (options("--draft.draft_vocab_size", "1"), ["draft.draft_vocab_size: must have room for the target's end tokens (1) and at least one more", "got 1"]),
+    (options("--draft.rope_scaling", "{rope_type: yarn, factor: 4.0}"), ["draft.rope_scaling: yarn needs original_max_position_embeddings"]),
     (options("--draft.init_from", "/nowhere"), ["/nowhere: no config.json", "DFlash draft head"]),
     (lambda case: ["--draft.init_from", str(case.target)], ["target/config.json: no dflash_config section"]),
     (other_draft(hidden_size=32), ["draft.init_from: ", "hidden_size 32; this target has 64"]),
     (other_draft(vocab_size=8192), ["draft.init_from: ", "vocab_size 8192; this target has 4096"]),
     (other_draft(num_target_layers=3), ["draft.init_from: ", "num_target_layers 3; this target has 2"]),
+    (other_draft(sliding_window=64, attention_sinks=True), ["draft.init_from: ", "draft.sliding_window 32 (there: 64). Leave these options out"]),
+    (lambda case: [*other_draft()(case), "--draft.attention_sinks", "true", "--draft.num_hidden_layers", "2"],
+     ["draft.num_hidden_layers 2 (there: 1), draft.attention_sinks True (there: False). Leave these options out"]),
     (draft_with_nan, ["old: layers.0.mlp.up_proj.weight holds NaN or infinity"]),
     (draft_truncated, ["old/model.safetensors: cannot be read as safetensors", "truncated or damaged"]),
     (options("--data.temperatures", "[-0.5]"), ["data.temperatures", "[-0.5]"]),

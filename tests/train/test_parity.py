@@ -140,3 +140,76 @@ def test_a_distance_that_is_no_number_is_a_fault(lab: Lab) -> None:
     for name in ("features", "logits", "block_mask"):
         with pytest.raises(ValueError, match=r"is nan from the serving form"):
             dataclasses.replace(good, **{name: float("nan")}).require()
+
+
+# --- labels ---
+
+
+def answered(lab: Lab, *temperatures: float, sharper: float = 1.0, count: int = 40) -> list[Response]:
+    """The target's answers to one prompt, at each temperature of logits that are `sharper` times its own."""
+    prompt = torch.randint(4, 4000, (1, 21), generator=torch.Generator().manual_seed(7))
+    answers = []
+    for seed, t in enumerate(temperatures):
+        torch.manual_seed(seed)
+        how = {"do_sample": False} if t == 0 else {"do_sample": True, "temperature": t / sharper, "top_k": 0, "top_p": 1.0}
+        text = lab.target.generate(prompt, max_new_tokens=count, eos_token_id=None, **how)[0, 21:]
+        answers.append(Response(prompt=tuple(prompt[0].tolist()), response=tuple(text.tolist())))
+    return answers
+
+
+def foreign(seed: int, *, count: int = 40) -> Response:
+    """Text that the target never wrote, after a prompt."""
+    tokens = torch.randint(4, 4000, (21 + count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return Response(prompt=tuple(tokens[:21]), response=tuple(tokens[21:]))
+
+
+def measure(lab: Lab, *rows: list[Response], temperatures: tuple[float, ...]) -> Parity:
+    first, *more = (pack_row(documents, length=160, pad_id=0) for documents in rows)
+    return measure_parity(lab.draft, lab.target, first, max_length=512, autocast=None, temperatures=temperatures, more_rows=more)
+
+
+@pytest.mark.parametrize("temperatures", [(0.0,), (0.0, 1.0), (3.0, 0.0)])
+def test_answers_that_the_target_never_gave_are_refused(temperatures: tuple[float, ...], lab: Lab) -> None:
+    found = measure(lab, [foreign(1), foreign(2)], [foreign(3)], temperatures=temperatures)
+    assert found.is_greedy and found.labels < 0.1
+    with pytest.raises(ValueError, match=r"^train dflash-distill: the labels should be greedy answers.* bound 50 %: another model wrote them\. "):
+        found.require()
+
+
+def test_greedy_answers_speak_for_a_run_with_hot_ones_too(lab: Lab) -> None:
+    """In whatever row they are, and however long the others are; a shift is still seen."""
+    hot, (greedy,) = answered(lab, 3.0, 5.0, 10.0, count=50), answered(lab, 0.0, count=20)
+    found = measure(lab, hot[:2], [hot[2], greedy], temperatures=(0.0, 3.0, 5.0, 10.0))
+    found.require()
+    assert found.labels == 1.0 and found.is_greedy and found.surprise is None
+    assert measure(lab, hot[:2], [hot[2]], temperatures=(0.0, 3.0, 5.0, 10.0)).labels < 0.5   # without it
+
+
+def test_a_shift_is_named_beside_hot_answers(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    hot, (greedy,) = answered(lab, 3.0, 5.0, 10.0, count=50), answered(lab, 0.0)
+    shifted_hidden_states(monkeypatch)
+    with pytest.raises(ValueError, match=r"^train dflash-distill: the labels are the target's choice in .* shifted by one token in 9\d\."):
+        measure(lab, hot[:2], [hot[2], greedy], temperatures=(0.0, 3.0, 5.0, 10.0)).require()
+
+
+@pytest.mark.parametrize("sharper", [1.0, 8.0])
+@pytest.mark.parametrize("temperatures", [(0.05,), (1.0,), (3.0,), (10.0,), (0.7, 3.0, 5.0)])
+def test_sampled_answers_stop_no_sound_run(temperatures: tuple[float, ...], sharper: float, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a high temperature the likeliest token, or the one before, is often more probable to the target than the label is."""
+    monkeypatch.setattr(parity, "head_weight", lambda target: sharper * target.lm_head.weight.detach())
+    texts = answered(lab, *(temperatures * 3)[:3], sharper=sharper, count=30)
+    for some in ([texts[0]], texts[1:], texts):
+        found = measure(lab, some, temperatures=temperatures)
+        found.require()
+        assert not found.is_greedy and found.surprise is not None and "nats from the target's own samples" in str(found)
+
+
+@pytest.mark.parametrize(("temperatures", "plant"), [((1.0,), True), ((2.0,), True), ((1.0,), False), ((0.7, 2.0), False)])
+def test_sampled_answers_that_are_shifted_or_foreign_are_named(temperatures: tuple[float, ...], plant: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a target that prefers some tokens, as trained ones do."""
+    monkeypatch.setattr(parity, "head_weight", lambda target: 8.0 * target.lm_head.weight.detach())
+    if plant:
+        shifted_hidden_states(monkeypatch)
+    texts = answered(lab, *temperatures, sharper=8.0) if plant else [foreign(1), foreign(2)]
+    with pytest.raises(ValueError, match=r"^train dflash-distill: the labels are sampled answers, and .* another model wrote them, or hidden"):
+        measure(lab, texts, temperatures=temperatures).require()

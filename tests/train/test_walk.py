@@ -20,6 +20,7 @@ from kilotok.dflash.model import DraftModel
 from kilotok.dflash.sampling import Sampling
 from kilotok.quant.archs import load_model
 from kilotok.quant.quality import head_weight
+from kilotok.train import acceptance
 from kilotok.train.acceptance import acceptance_alarm, acceptance_figures, acceptance_table, measure_acceptance
 from kilotok.train.prompts import Prompt
 from kilotok.train.responses import Response
@@ -137,18 +138,42 @@ def measured(draft: DraftModel, target: Any, *, count: int = 2, max_tokens: int 
     return measure_acceptance(draft, target, prompts_of(count), max_tokens=max_tokens, eos_ids=(), max_length=512)
 
 
-def test_a_draft_that_is_never_accepted_raises_the_alarm(target: Any) -> None:
-    """vLLM#45343: an acceptance length of exactly 1.00. A vocabulary of the one token that the target never says stands in for a wrong draft."""
-    figures = measured(random_draft(target), target)
-    assert figures["all"]["acceptance_length"] > 1 and acceptance_alarm(figures) is None
+def test_a_draft_that_is_right_in_training_and_never_accepted_raises_the_alarm(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM#45343: an acceptance length of exactly 1.00. The drafter proposes what the draft holds for least likely."""
+    draft = random_draft(target)
+    good = measured(draft, target, max_tokens=60)
+    assert good["all"]["acceptance_length"] > 1 and acceptance_alarm(good) is None
+
+    class Reversed(DFlashDrafter):
+        def logits(self, anchor: int) -> torch.Tensor:
+            return -super().logits(anchor)
+
+    monkeypatch.setattr(acceptance, "DFlashDrafter", Reversed)
+    figures = measured(draft, target, max_tokens=60)["all"]
+    assert figures["acceptance_length"] == 1.0 and figures["rounds"] * figures["accuracy_by_slot"][0] >= 5, figures
+    alarm = acceptance_alarm({"all": figures})
+    assert alarm is not None and alarm.startswith(f"ALARM: the acceptance length is exactly 1.00 over {figures['rounds']} rounds: not one draft was accepted")
+
+
+def test_a_draft_that_has_learnt_nothing_is_not_accused(target: Any) -> None:
+    """A vocabulary of the one token that the target never says stands in for a draft that is never right."""
     silent = random_draft(target, draft_vocab_size=1)
     said = {t for p in prompts_of(2)["chat"] for t in target.generate(torch.tensor([p.ids]), do_sample=False, max_new_tokens=24)[0].tolist()}
     (never, *_) = set(range(SMALL)) - said
     silent.draft_ids.fill_(never)   # type: ignore[union-attr, operator]
     figures = measured(silent, target)
-    assert figures["all"]["acceptance_length"] == 1.0 and figures["all"]["accuracy_by_slot"] == [0.0] * 4
-    alarm = acceptance_alarm(figures)
-    assert alarm is not None and alarm.startswith(f"ALARM: the acceptance length is exactly 1.00 over {figures['all']['rounds']} rounds")
+    assert figures["all"]["acceptance_length"] == 1.0 and figures["all"]["accuracy_by_slot"] == [0.0] * 4 and figures["all"]["rounds"] >= 20
+    said_of_it = acceptance_alarm(figures)
+    assert said_of_it is not None and "ALARM" not in said_of_it and "wrong one" not in said_of_it
+    assert "only 0.0 % of the first slots are right" in said_of_it and "too little training" in said_of_it
+
+
+@pytest.mark.parametrize(("rounds", "accuracy", "said"), [
+    (20, 0.25, "ALARM: "), (500, 0.01, "ALARM: "), (19, 0.9, "too few rounds to tell why"), (20, 0.24, "too little training"),
+    (400, 0.01, "too little training"), (10, 0.01, "too little training"), (10, None, "too little training")])
+def test_an_alarm_needs_acceptances_that_were_to_be_expected(rounds: int, accuracy: float | None, said: str) -> None:
+    line = acceptance_alarm({"all": {"rounds": rounds, "acceptance_length": 1.0, "accuracy_by_slot": [accuracy, 0.5]}})
+    assert line is not None and said in line and line.startswith("ALARM: ") == (said == "ALARM: ")
 
 
 def test_the_alarm_is_silent_where_there_are_no_rounds(target: Any) -> None:
