@@ -29,16 +29,14 @@ def resolve_shape(shape: DraftShape, *, config: Any, tokenizer: Any) -> tuple[Dr
     if mask is None:
         raise RecipeError("draft.mask_token_id: the target's tokenizer has no mask token. Name an unused row of the embedding, such as the first after the "
                           f"tokenizer's own tokens ({len(tokenizer)}, if it is below the vocab_size of {config.vocab_size}).")
-    taps = shape.target_layer_ids
-    if taps is None:   # 0 layers are refused by DraftConfig
-        taps = _default_taps(config.num_hidden_layers, max(1, shape.num_hidden_layers))
+    taps = tuple(shape.target_layer_ids) if shape.target_layer_ids is not None else _default_taps(config.num_hidden_layers, shape.num_hidden_layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return DraftConfig(
         hidden_size=config.hidden_size, intermediate_size=_given_or(shape.intermediate_size, 3 * config.hidden_size),
         num_hidden_layers=shape.num_hidden_layers, num_attention_heads=_given_or(shape.num_attention_heads, config.num_attention_heads),
         num_key_value_heads=_given_or(shape.num_key_value_heads, config.num_key_value_heads), head_dim=_given_or(shape.head_dim, head_dim),
         vocab_size=config.vocab_size,
-        target_layer_ids=tuple(taps), num_target_layers=config.num_hidden_layers, mask_token_id=mask, block_size=shape.block_size,
+        target_layer_ids=taps, num_target_layers=config.num_hidden_layers, mask_token_id=mask, block_size=shape.block_size,
         sliding_window=shape.sliding_window, full_attention_layers=tuple(shape.full_attention_layers), causal=shape.causal, rope_theta=shape.rope_theta,
         partial_rotary_factor=shape.partial_rotary_factor, rope_scaling=shape.rope_scaling, rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings, attention_sinks=shape.attention_sinks, attention_value_scale=shape.attention_value_scale,
@@ -87,7 +85,7 @@ def _refuse_other_shape(shape: DraftShape, existing: DraftConfig) -> None:
 
 def _default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
     """The published rule, with as many taps as there are different layers."""
-    for taps in range(num_draft_layers, 0, -1):
+    for taps in range(max(1, num_draft_layers), 0, -1):   # DraftConfig refuses 0 layers
         try:
             return default_target_layer_ids(num_target_layers=num_target_layers, num_draft_layers=taps)
         except ValueError:

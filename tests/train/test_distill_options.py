@@ -198,3 +198,9 @@ def test_anchors_by_token_and_by_document_draw_differently(lab: Lab) -> None:
         lab.run(name, "--data.sequence_length", "192", *more)   # rows of several documents
         losses.append(lab.losses(name))
     assert losses[0] == losses[1] != losses[2] and len(losses[2]) == 3
+
+
+@pytest.mark.parametrize("temperatures", ["[3.0]", "[0.0, 3.0]", "[5.0, 1.0]"])
+def test_hot_answers_pass_the_check_before_training(temperatures: str, lab: Lab, tmp_path: Path) -> None:
+    meta = lab.run(f"hot-{temperatures}", "--data.temperatures", temperatures, "--data.responses", str(tmp_path), "--trainer.max_steps", "1")
+    assert meta["parity"]["is_greedy"] == ("0.0" in temperatures) and meta["status"] == "complete"

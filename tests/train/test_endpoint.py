@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from conftest import export_experts, save_tiny_moe
 from served_fake import EOS, MAX_LENGTH, TOKENIZER, VOCAB_SIZE, FakeExecutor, make_served, running
 
 from kilotok.dflash.generate import generate
 from kilotok.dflash.sampling import Sampling
+from kilotok.quant.checkpoint import load_exported_model
 from kilotok.train import endpoint
 from kilotok.train.cli import main as train
 from kilotok.train.endpoint import Endpoint, EndpointTarget
@@ -285,7 +287,17 @@ def test_a_run_trains_on_a_server_s_answers_when_the_server_is_gone(tmp_path: Pa
         "trainer": {"max_steps": 1, "batch_size": 1, "accelerator": "cpu", "log_every_steps": 1}}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    with Scripted(lambda body: completion(body, [40, 41, 42, 2])) as server:
+    model: Any = load_exported_model(target, dtype=torch.float32)
+
+    def greedy(body: dict[str, Any]) -> dict[str, Any]:
+        prompt = torch.tensor([body["prompt"]])
+        return completion(body, [*model.generate(prompt, do_sample=False, max_new_tokens=6, eos_token_id=None)[0, prompt.shape[1]:].tolist(), 2])
+
+    with Scripted(lambda body: completion(body, [40, 41, 42, 43, 44, 45, 2])) as server:   # of a model that is not the target
+        wrong = ["--run", str(tmp_path / "wrong"), "--out", str(tmp_path / "wrong-draft"), "--data.responses", str(tmp_path / "wrong-responses")]
+        assert train(["dflash-distill", str(path), "--data.endpoint", server.url, *wrong]) == 2
+        assert "bound 50 %: another model wrote them. Check which one data.endpoint serves" in capsys.readouterr().err
+    with Scripted(greedy) as server:
         command = ["dflash-distill", str(path), "--data.endpoint", server.url]
         assert train([*command, "--data.shard", "1/1"]) == 0
     assert {"endpoint": f"{server.url}/v1", "model": "m"} == json.loads((tmp_path / "responses" / "endpoint.json").read_text())
