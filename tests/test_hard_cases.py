@@ -58,7 +58,7 @@ CAUGHT = {
     "vLLM#46104": "dflash/test_draft_parity.py::test_a_window_off_by_one_breaks_the_bound",
     "vLLM#54691": NOT_HELPING,
     "vLLM#57941": LONG, "vLLM#57964": LONG, "vLLM#55279": LONG,
-    "vLLM#45343": "train/test_walk.py::test_a_draft_that_is_never_accepted_raises_the_alarm", "vLLM#46435": NOT_HELPING,
+    "vLLM#45343": "train/test_walk.py::test_a_draft_that_is_right_in_training_and_never_accepted_raises_the_alarm", "vLLM#46435": NOT_HELPING,
     "vLLM#40149": LOSSLESS, "vLLM#35461": "dflash/test_generate.py::test_a_drafter_samples_with_the_noise_of_the_position",
     "vLLM#16899": "dflash/test_choose_tokens.py::test_picks_follow_the_target_distribution",
     "z-lab#74": "dflash/test_generate.py::test_greedy_and_sampled_are_different_texts",              # the temperature ignored
