@@ -10,6 +10,9 @@ import hashlib
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from ..kernels.attention import padded_anchors
 
 
 def valid_anchors(documents_BS: Tensor, *, supervised_BS: Tensor, positions_BS: Tensor) -> Tensor:
@@ -62,3 +65,9 @@ def _turn_in_document(valid_BS: Tensor, *, documents_BS: Tensor, scores_BS: Tens
     is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     first = torch.where(is_first, place, 0).cummax(dim=1).values
     return torch.zeros_like(order).scatter_(1, order, place - first)
+
+
+def fill_tiles(anchors_BA: Tensor, is_valid_BA: Tensor, *, block_size: int) -> tuple[Tensor, Tensor]:
+    """Anchors and their validity with invalid ones added up to whole tiles, which the block mask wants; what is added counts for nothing."""
+    more = padded_anchors(anchors_BA.shape[1], block_size=block_size) - anchors_BA.shape[1]
+    return F.pad(anchors_BA, (0, more)), F.pad(is_valid_BA, (0, more))

@@ -40,13 +40,13 @@ class SlotLossOptions:
     kl_weight: float = 0.0                           # of KL(target || draft), the target's whole distribution there
     z_weight: float = 0.0                            # of logsumexp(logits)**2, which keeps logits from drifting
     weighting: Literal["decay", "dpace"] = "decay"   # of slots: fixed, or by the draft's own confidence
-    decay_gamma: float | None = 4.0                  # decay: slot n weighs exp(-(n - 1) / gamma); null: all the same
+    decay_gamma: float | Literal["auto"] | None = "auto"   # decay: slot n weighs exp(-(n - 1) / gamma); auto: by block size; null: all the same
     dpace_alpha: float = 0.5                         # dpace: confidence q counts as (1 - alpha) * q + alpha; 1 weighs as if sure of every slot
     chunk_rows: int = 8192                           # slots whose logits exist at one time
 
     def __post_init__(self) -> None:
         for name, value in (("decay_gamma (null for no decay)", self.decay_gamma), ("chunk_rows", self.chunk_rows)):
-            if value is not None and not 0 < value < math.inf:
+            if not (value is None or value == "auto") and not 0 < value < math.inf:
                 raise ValueError(f"loss.{name}: must be positive; got {value}.")
         weights = (self.ce_weight, self.kl_weight, self.z_weight)
         if not all(0 <= w < math.inf for w in weights) or not self.ce_weight + self.kl_weight:
@@ -161,6 +161,7 @@ def slot_sums(
         label_prob[rows] = losses.label_log_prob_T.exp()
         weights_T = dpace_weights(label_prob.view(-1, slots), counts_RN=in_draft.view(-1, slots), alpha=options.dpace_alpha).flatten()[rows]
     else:
-        weights_T = slot_weights(slots, gamma=options.decay_gamma, device=rows.device)[rows % slots]
+        gamma = default_gamma(slots) if options.decay_gamma == "auto" else options.decay_gamma
+        weights_T = slot_weights(slots, gamma=gamma, device=rows.device)[rows % slots]
     return SlotSums(loss=(losses.loss_T * weights_T).sum(), weight=weights_T.sum(), count_N=targets.counts.flatten(0, 1).sum(0),
                     correct_N=torch.bincount(rows[losses.is_right_T] % slots, minlength=slots))

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch import nn
+from torch.nn.attention import flex_attention
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from kilotok.kernels.attention import draft_blocks
 from kilotok.quant.archs import load_config, load_model
 from kilotok.quant.checkpoint import export_run, sha256_of_weights
 from kilotok.quant.plan import PlanOptions, make_plan
@@ -97,3 +100,17 @@ def tiny_recipe(tmp_path: Path, tiny_moe: Path) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     return path
+
+
+def exact_moe(directory: Path) -> nn.Module:
+    """`save_tiny_moe` in float64, where a step of eight tokens and eight steps of one differ too little to change a pick."""
+    model = load_model(save_tiny_moe(directory), dtype=torch.float32)
+    model.set_experts_implementation("eager")   # type: ignore[operator]  # grouped_mm has no float64
+    return model.double()
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention in plain operations; torch refuses its backward on a CPU by a check alone."""
+    monkeypatch.setattr(draft_blocks, "_flex", lambda: draft_blocks._flex_attention)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)

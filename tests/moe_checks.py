@@ -105,7 +105,7 @@ def poison(workspace: Workspace) -> None:
 def check_products(shape: Shape, *, num_tokens: int, seed: int, scales: tuple[int, int] = (108, 128)) -> dict[str, float]:
     """Relative errors of the three kernels against float64 of the same bf16 inputs; bitwise checks on the way.
 
-    Bitwise: the layer in REPEATS runs against its two products, and a token alone against the same token among others.
+    Bitwise: the two products in REPEATS runs, the layer in as many against them, and a token alone against the same token among others.
     """
     experts = min(shape.experts, 4 * shape.per_token)
     checkpoint = checkpoint_of(shape, seed=seed, experts=experts, scales=scales, device="cuda")
@@ -131,6 +131,14 @@ def check_products(shape: Shape, *, num_tokens: int, seed: int, scales: tuple[in
     down(space.inter_MCF, weights, routing, partials_RD=space.partials_RD, y_TD=y)
     exact_inter = torch.where(live[..., None], space.inter_MCF[:tiles], 0.0)
     errors["down"] = relative(y, down_ref(exact_inter, weights, expected_routing))
+    wrong = []
+    for i in range(REPEATS):
+        poison(space)
+        gate_up(x, weights, routing, inter_MCF=space.inter_MCF)
+        again = torch.full_like(y, float("nan"))
+        down(space.inter_MCF, weights, routing, partials_RD=space.partials_RD, y_TD=again)
+        wrong += [] if torch.equal(again, y) else [i]
+    assert not wrong, f"runs {wrong} of {REPEATS} of the two products differ from the first"
 
     layer = Experts(weights, workspace=space)
     results = []

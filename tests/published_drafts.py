@@ -5,6 +5,8 @@ Values given by the publisher stand as they are. What was not at hand is filled 
 
 from typing import Any
 
+from kilotok.dflash.config import DraftConfig
+
 _LIKE_QWEN3: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 5,
     "rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "attention_bias": False, "hidden_act": "silu", "tie_word_embeddings": False}
@@ -82,3 +84,19 @@ DFLASH2: dict[str, dict[str, Any]] = {
         **_LIKE_QWEN3, "architectures": ["DFlash2DraftModel"], "num_hidden_layers": 8, "hidden_size": 4096, "intermediate_size": 12288, "rope_theta": 1e6,
         "vocab_size": 154880, "num_target_layers": 46, "layer_types": ["full_attention"] * 8, "is_causal": False,
         "dflash_config": {**_DFLASH2, "mask_token_id": 154856, "target_layer_ids": [5, 9, 14, 19, 24, 28, 33, 38, 42]}}}
+
+
+def published_shapes(c: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """The table of the published checkpoints, 11 tensors a layer and 3; a sink a head where there are sinks."""
+    d, i, q, kv = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (d, len(c.target_layer_ids) * (c.target_hidden_size or d)), "hidden_norm.weight": (d,),
+                                          "norm.weight": (d,)}
+    for n in range(c.num_hidden_layers):
+        at = f"layers.{n}"
+        shapes |= {f"{at}.input_layernorm.weight": (d,), f"{at}.post_attention_layernorm.weight": (d,), f"{at}.self_attn.q_proj.weight": (q, d),
+                   f"{at}.self_attn.k_proj.weight": (kv, d), f"{at}.self_attn.v_proj.weight": (kv, d), f"{at}.self_attn.o_proj.weight": (d, q),
+                   f"{at}.self_attn.q_norm.weight": (c.head_dim,), f"{at}.self_attn.k_norm.weight": (c.head_dim,), f"{at}.mlp.gate_proj.weight": (i, d),
+                   f"{at}.mlp.up_proj.weight": (i, d), f"{at}.mlp.down_proj.weight": (d, i)}
+        if c.attention_sinks:
+            shapes[f"{at}.self_attn.attention_sink_bias"] = (c.num_attention_heads,)
+    return shapes

@@ -18,7 +18,6 @@ from ..dflash.checkpoint import DRAFT_DIRECTORY, HELDOUT_PROMPTS, draft_metadata
 from ..dflash.export import KIND, draft_record
 from ..dflash.loss import SlotSums
 from ..dflash.model import DraftModel
-from ..kernels.attention import TILE
 from ..quant.archs import load_config, load_tokenizer
 from ..quant.checkpoint import end_token_ids, load_exported_model, new_directory, require_free_space, sha256_of_weights
 from ..quant.checkpoint.disk import refuse_existing
@@ -41,7 +40,7 @@ from .prompts import to_jsonl
 from .recipe import RecipeError
 from .run_dir import completed, open_run, rank_zero_print, require_finite, require_folder, resume_point, write_meta
 from .sharding import data_parallel_rank, shard_draft, whole_draft
-from .slot_pass import slot_pass
+from .slot_pass import slot_pass, whole_tiles
 
 LOGGED = ("loss", "accuracy", "first_slot_accuracy", "lr")
 
@@ -66,7 +65,7 @@ class DistillModule(L.LightningModule):
         return self._outside[0]
 
     def configure_model(self) -> None:
-        """Under FSDP2: shard the draft; on one GPU: compile its layers. Lightning calls it before the optimizer is made, with the processes connected."""
+        """Under FSDP2: shard the draft; else on a GPU: compile its layers. Lightning calls it before the optimizer is made, with the processes connected."""
         if self._is_prepared:
             return
         self._is_prepared = True
@@ -74,6 +73,8 @@ class DistillModule(L.LightningModule):
         if is_sharded(self.recipe.trainer):
             self.draft.to(strategy.root_device)
             shard_draft(self.draft, mesh=strategy.device_mesh["data_parallel"], compute_dtype=AUTOCAST[self.recipe.trainer.precision])
+            if strategy.root_device.type == "cuda":
+                rank_zero_print("draft head: under FSDP2 its layers are not compiled, only their attention; steps take longer than with ddp")
         elif strategy.root_device.type == "cuda":
             self.draft.compile_layers()
 
@@ -246,10 +247,9 @@ def _parity(draft: DraftModel, target: nn.Module, rows: list[Any], *, recipe: Di
     some = [row if isinstance(row, Tensor) else row[0] for row in (rows[0][i] for i in spread(len(rows[0]), limit=16))]
     fullest = max(some, key=lambda r: int(r[DOCUMENTS].max()))
     row = fullest.to(device)
-    size = -(-row.shape[1] // TILE) * TILE
     flex_rows = None
-    if device.type == "cuda" and row.shape[1] == size:
-        flex_rows = torch.stack([some[i % len(some)] for i in range(recipe.trainer.batch_size)]).to(device)
+    if device.type == "cuda":
+        flex_rows = whole_tiles(torch.stack([some[i % len(some)] for i in range(recipe.trainer.batch_size)])).to(device)
     return measure_parity(draft.to(device), target, row, max_length=max_length, autocast=AUTOCAST[recipe.trainer.precision], flex_rows=flex_rows,
                           num_anchors=recipe.loss.anchors, temperatures=recipe.data.temperatures,
                           more_rows=[r.to(device) for r in some if r is not fullest])

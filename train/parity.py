@@ -5,7 +5,7 @@ run's own process, with its own target, rows and draft:
 
     features     tapped layer outputs of a packed row, and of the target reading the same document as in serving: prompt, then rounds
     logits       the draft's training form and the drafter at work, on the same features, in fp32
-    block mask   (GPU) the training form as it will run, against the dense fp32 one
+    block mask   (GPU) the training form with its block mask, layers not compiled yet, against the dense fp32 one
     labels       how often the token a slot is trained on is the target's own likeliest, and how often the token before or after it is; where
                  all answers are sampled, how much less probable they are than samples of the target at that temperature, which need not be likely
 """
@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dflash.anchors import draw_anchors, valid_anchors
+from ..dflash.anchors import draw_anchors, fill_tiles, valid_anchors
 from ..dflash.context import Taps
 from ..dflash.drafter import DFlashDrafter
 from ..dflash.hf_target import HFTarget
 from ..dflash.model import Blocks, DraftModel
-from ..kernels.attention import padded_anchors
 from ..quant.quality import head_weight
 from .distill_data import DOCUMENTS, IDS, POSITIONS, SUPERVISED
 from .slot_pass import run_target
@@ -172,8 +171,7 @@ def _mask_distance(draft: DraftModel, target: nn.Module, rows_B4S: Tensor, *, nu
     features, _ = run_target(target, ids, documents_BS=documents, positions_BS=positions, layer_ids=draft.config.target_layer_ids)
     valid = valid_anchors(documents, supervised_BS=rows_B4S[:, SUPERVISED].bool(), positions_BS=positions)
     anchors, is_valid = draw_anchors(valid, num_anchors=num_anchors, generator=torch.Generator(ids.device).manual_seed(0))
-    more = padded_anchors(anchors.shape[1], block_size=draft.config.block_size) - anchors.shape[1]
-    anchors, is_valid = nn.functional.pad(anchors, (0, more)), nn.functional.pad(is_valid, (0, more))
+    anchors, is_valid = fill_tiles(anchors, is_valid, block_size=draft.config.block_size)
     embedding: Tensor = target.get_input_embeddings().weight.detach()  # type: ignore[operator]
     with torch.autocast(ids.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         got = draft(features, blocks=Blocks(anchors_BA=anchors, ids_BA=ids.gather(1, anchors), positions_BS=positions), embedding_VD=embedding, flex=True)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..dflash.anchors import draw_anchors, valid_anchors
+from ..dflash.anchors import draw_anchors, fill_tiles, valid_anchors
 from ..dflash.context import Taps
 from ..dflash.loss import SlotSums, slot_sums, slot_targets
 from ..dflash.model import Blocks, DraftModel
-from ..kernels.attention import TILE, padded_anchors
+from ..kernels.attention import TILE
 from ..quant.quality import head_weight
 from .distill_config import SlotLossConfig
 from .distill_data import DOCUMENTS, IDS, POSITIONS, SUPERVISED
@@ -26,15 +26,14 @@ def slot_pass(
     """
     batch_B4S, features, hidden = features_of(target, batch, layer_ids=draft.config.target_layer_ids)
     if flex and (more := -batch_B4S.shape[2] % TILE):
-        batch_B4S = _whole_tiles(batch_B4S)
+        batch_B4S = whole_tiles(batch_B4S)
         features, hidden = F.pad(features, (0, 0, 0, more)), F.pad(hidden, (0, 0, 0, more))
     ids, documents, positions = batch_B4S[:, IDS], batch_B4S[:, DOCUMENTS], batch_B4S[:, POSITIONS]
     supervised = batch_B4S[:, SUPERVISED].bool()
     valid = valid_anchors(documents, supervised_BS=supervised, positions_BS=positions)
     index, is_valid = draw_anchors(valid, num_anchors=loss.anchors, generator=generator, documents_BS=documents if loss.anchors_by == "document" else None)
-    if flex:   # whole tiles; what is added counts for nothing
-        more = padded_anchors(index.shape[1], block_size=draft.config.block_size) - index.shape[1]
-        index, is_valid = F.pad(index, (0, more)), F.pad(is_valid, (0, more))
+    if flex:
+        index, is_valid = fill_tiles(index, is_valid, block_size=draft.config.block_size)
     embedding: Tensor = target.get_input_embeddings().weight  # type: ignore[operator]
     slots = draft(features, blocks=Blocks(anchors_BA=index, ids_BA=ids.gather(1, index), positions_BS=positions), embedding_VD=embedding, flex=flex)
     targets = slot_targets(ids, documents_BS=documents, supervised_BS=supervised, anchor_index_BA=index, anchor_valid_BA=is_valid,
@@ -46,7 +45,7 @@ def slot_pass(
                      target_softcap=getattr(target.config, "final_logit_softcapping", None))
 
 
-def _whole_tiles(batch_B4S: Tensor) -> Tensor:
+def whole_tiles(batch_B4S: Tensor) -> Tensor:
     """Rows with padding up to a multiple of the block mask's tile."""
     more = -batch_B4S.shape[2] % TILE
     if not more:

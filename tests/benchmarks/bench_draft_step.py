@@ -15,11 +15,10 @@ import torch
 from machine import environment
 from torch import Tensor, nn
 
-from kilotok.dflash.anchors import anchor_generator, draw_anchors
+from kilotok.dflash.anchors import anchor_generator, draw_anchors, fill_tiles
 from kilotok.dflash.config import DraftConfig
 from kilotok.dflash.loss import SlotLossOptions, slot_sums, slot_targets
 from kilotok.dflash.model import Blocks, DraftModel
-from kilotok.kernels.attention import padded_anchors
 from kilotok.train.optim import MuonAdamW, parameter_groups
 
 DEVICE = "cuda"
@@ -81,8 +80,7 @@ class Step:
         valid = self.supervised.clone()
         valid[:, -1] = False
         anchors, is_valid = draw_anchors(valid, num_anchors=self.anchors, generator=anchor_generator(seed=0, rank=0, index=index, device=torch.device(DEVICE)))
-        more = padded_anchors(anchors.shape[1], block_size=a.block) - anchors.shape[1]
-        anchors, is_valid = nn.functional.pad(anchors, (0, more)), nn.functional.pad(is_valid, (0, more))
+        anchors, is_valid = fill_tiles(anchors, is_valid, block_size=a.block)
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
             slots = self.draft(self.features, blocks=Blocks(anchors_BA=anchors, ids_BA=self.ids.gather(1, anchors), positions_BS=self.positions),
                                embedding_VD=self.embedding, flex=True)

@@ -270,13 +270,10 @@ def speculators(job: Job, *, full: bool) -> Ran:
 
 def ours(job: Job, *, dtype: torch.dtype) -> Ran:
     """The step of `train dflash-distill`, with the target's features given; `dtype` of the weights."""
-    from torch.nn import functional as F
-
-    from kilotok.dflash.anchors import anchor_generator, draw_anchors, valid_anchors
+    from kilotok.dflash.anchors import anchor_generator, draw_anchors, fill_tiles, valid_anchors
     from kilotok.dflash.config import DraftConfig
     from kilotok.dflash.loss import SlotLossOptions, slot_sums, slot_targets
     from kilotok.dflash.model import Blocks, DraftModel
-    from kilotok.kernels.attention import padded_anchors
     from kilotok.train.optim import MuonAdamW, parameter_groups
 
     s, b, flex = job.shape, job.batch(), not job.tiny
@@ -297,8 +294,7 @@ def ours(job: Job, *, dtype: torch.dtype) -> Ran:
             index, is_valid = draw_anchors(valid_anchors(b["documents"], supervised_BS=supervised, positions_BS=positions), num_anchors=s.anchors,
                                            documents_BS=b["documents"], generator=anchor_generator(seed=0, rank=0, index=i, device=torch.device(job.device)))
             if flex:
-                more = padded_anchors(index.shape[1], block_size=s.block_size) - index.shape[1]
-                index, is_valid = F.pad(index, (0, more)), F.pad(is_valid, (0, more))
+                index, is_valid = fill_tiles(index, is_valid, block_size=s.block_size)
             with torch.autocast(job.device, dtype=torch.bfloat16, enabled=not job.tiny):
                 slots = draft(b["features"], blocks=Blocks(anchors_BA=index, ids_BA=b["ids"].gather(1, index), positions_BS=positions),
                               embedding_VD=embedding, flex=flex)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import export_experts, save_tiny_moe
+from published_drafts import published_shapes
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tolerances import assert_equal
@@ -22,19 +23,6 @@ from kilotok.quant.checkpoint import sha256_of_weights
 CONFIG = DraftConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=4096,
                      target_layer_ids=(1, 0), num_target_layers=2, mask_token_id=4090, sliding_window=32)
 METADATA = {"target": {"name": "out", "sha256": "ab" * 32, "scale_mode": "even"}, "max_steps": 5}
-
-
-def published_shapes(c: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """The table of the published checkpoints: 11 tensors a layer and 3."""
-    d, i, q, kv = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (d, len(c.target_layer_ids) * d), "hidden_norm.weight": (d,), "norm.weight": (d,)}
-    for n in range(c.num_hidden_layers):
-        at = f"layers.{n}"
-        shapes |= {f"{at}.input_layernorm.weight": (d,), f"{at}.post_attention_layernorm.weight": (d,), f"{at}.self_attn.q_proj.weight": (q, d),
-                   f"{at}.self_attn.k_proj.weight": (kv, d), f"{at}.self_attn.v_proj.weight": (kv, d), f"{at}.self_attn.o_proj.weight": (d, q),
-                   f"{at}.self_attn.q_norm.weight": (c.head_dim,), f"{at}.self_attn.k_norm.weight": (c.head_dim,), f"{at}.mlp.gate_proj.weight": (i, d),
-                   f"{at}.mlp.up_proj.weight": (i, d), f"{at}.mlp.down_proj.weight": (d, i)}
-    return shapes
 
 
 def make_draft(config: DraftConfig = CONFIG, *, seed: int = 0) -> DraftModel:

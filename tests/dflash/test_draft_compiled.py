@@ -1,7 +1,6 @@
 """The draft head trained with block masks, dense and compiled, computes one thing; on a CPU the mask path runs uncompiled."""
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from kilotok.dflash.config import DraftConfig
 from kilotok.dflash.model import Blocks, DraftModel
-from kilotok.kernels.attention import draft_blocks
 
 LENGTH, ANCHORS, VOCAB = 512, 64, 1000
 CONFIG = DraftConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=VOCAB,
@@ -45,16 +43,6 @@ def outcome(draft: DraftModel, features: Tensor, blocks: Blocks, embedding: Tens
     draft.zero_grad()
     (hidden * torch.linspace(-1, 1, hidden.numel(), device=hidden.device, dtype=hidden.dtype).view_as(hidden)).sum().backward()
     return {"hidden states": hidden.detach(), **{f"gradient of {n}": p.grad for n, p in draft.named_parameters() if p.grad is not None}}
-
-
-@pytest.fixture
-def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """FlexAttention in plain operations; torch refuses its backward on a CPU by a check alone."""
-    from torch.nn.attention import flex_attention
-
-    monkeypatch.setattr(draft_blocks, "_flex", lambda: draft_blocks._flex_attention)
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    yield
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

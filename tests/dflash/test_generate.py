@@ -4,11 +4,10 @@ import functools
 import hashlib
 import random
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_tiny_moe
+from conftest import exact_moe
 from torch import Tensor, nn
 
 from kilotok.dflash.config import DraftConfig
@@ -19,7 +18,6 @@ from kilotok.dflash.hf_target import HFTarget
 from kilotok.dflash.metrics import acceptance_length
 from kilotok.dflash.model import DraftModel
 from kilotok.dflash.sampling import Sampling, choose_tokens
-from kilotok.quant.archs import load_model
 
 VOCAB, DRAFTS = 11, 7
 PROMPT = (3, 1, 4, 1, 5)
@@ -231,11 +229,7 @@ def test_prompts_that_cannot_be_continued(prompt: tuple[int, ...], max_length: i
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
-    """In float64, where a step of eight tokens and eight steps of one differ too little to change a pick."""
-    directory: Path = save_tiny_moe(tmp_path_factory.mktemp("target") / "tiny")
-    model = load_model(directory, dtype=torch.float32)
-    model.set_experts_implementation("eager")   # type: ignore[operator]  # grouped_mm has no float64
-    return model.double()
+    return exact_moe(tmp_path_factory.mktemp("target") / "tiny")
 
 
 def draft_of(model: nn.Module, *, window: int | None) -> DraftModel:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from published_drafts import DEEPSEEK_V4_FLASH, DFLASH2, GEMMA4_31B, KIMI_K26, MIMO_PRO, PUBLISHED, QWEN3_8B, QWEN36_27B
+from published_drafts import DEEPSEEK_V4_FLASH, DFLASH2, GEMMA4_31B, KIMI_K26, MIMO_PRO, PUBLISHED, QWEN3_8B, QWEN36_27B, published_shapes
 
 from kilotok.dflash.config import DraftConfig
 from kilotok.dflash.model import DraftModel
@@ -15,22 +15,6 @@ from kilotok.dflash.model import DraftModel
 
 def read(raw: dict[str, Any]) -> DraftConfig:
     return DraftConfig.from_json(raw, where="draft/config.json")
-
-
-def published_shapes(c: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """The table of the published checkpoints, 11 tensors a layer and 3; a sink a head where there are sinks."""
-    d, i, q, kv = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (d, len(c.target_layer_ids) * (c.target_hidden_size or d)), "hidden_norm.weight": (d,),
-                                          "norm.weight": (d,)}
-    for n in range(c.num_hidden_layers):
-        at = f"layers.{n}"
-        shapes |= {f"{at}.input_layernorm.weight": (d,), f"{at}.post_attention_layernorm.weight": (d,), f"{at}.self_attn.q_proj.weight": (q, d),
-                   f"{at}.self_attn.k_proj.weight": (kv, d), f"{at}.self_attn.v_proj.weight": (kv, d), f"{at}.self_attn.o_proj.weight": (d, q),
-                   f"{at}.self_attn.q_norm.weight": (c.head_dim,), f"{at}.self_attn.k_norm.weight": (c.head_dim,), f"{at}.mlp.gate_proj.weight": (i, d),
-                   f"{at}.mlp.up_proj.weight": (i, d), f"{at}.mlp.down_proj.weight": (d, i)}
-        if c.attention_sinks:
-            shapes[f"{at}.self_attn.attention_sink_bias"] = (c.num_attention_heads,)
-    return shapes
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

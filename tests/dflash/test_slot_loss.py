@@ -9,6 +9,7 @@ from tolerances import Bound, assert_equal, assert_within
 from torch import Tensor
 from torch.nn import functional as F
 
+from kilotok.dflash import loss as loss_module
 from kilotok.dflash.loss import SlotLossOptions, SlotSums, SlotTargets, default_gamma, dpace_weights, slot_sums, slot_targets, slot_weights
 
 # weights are fp32 whatever the logits are: exp(-(n - 1) / gamma) to half a step
@@ -194,6 +195,14 @@ def test_the_mean_does_not_depend_on_the_number_of_anchors() -> None:
 def test_the_default_gamma_is_the_published_one() -> None:
     assert {size: default_gamma(size) for size in (2, 4, 8, 10, 16, 32)} == {2: 4, 4: 4, 8: 4, 10: 5, 16: 7, 32: 7}
     assert default_gamma(9) == 4.5 and default_gamma(13) == 6.0
+
+
+def test_auto_is_the_gamma_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks here are of 8; what `auto` asks for is that size, and what it gets is what is used."""
+    case, asked = Case(), []
+    monkeypatch.setattr(loss_module, "default_gamma", lambda size: asked.append(size) or 6.0)
+    auto, six, four = (case.sums(decay_gamma=gamma) for gamma in ("auto", 6.0, 4.0))
+    assert asked == [8] and float(auto.loss) == float(six.loss) and float(auto.weight) == float(six.weight) != float(four.weight)
 
 
 def test_logits_are_scaled_and_capped_on_either_side() -> None:

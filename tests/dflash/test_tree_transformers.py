@@ -1,12 +1,11 @@
 """A transformers model that verifies a tree in a single step, in float64: there a step of many tokens and steps of one differ too little to change a pick."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import save_tiny_moe
+from conftest import exact_moe
 from torch import Tensor, nn
 from tree_drafters import TREE_KINDS, TreeOracle
 
@@ -18,17 +17,13 @@ from kilotok.dflash.hf_target import HFTarget
 from kilotok.dflash.model import DraftModel
 from kilotok.dflash.sampling import Sampling
 from kilotok.dflash.tree import ANCHOR, DraftTree, build_tree, chain
-from kilotok.quant.archs import load_model
 
 BUDGETS = (1, 7, 15)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
-    directory: Path = save_tiny_moe(tmp_path_factory.mktemp("target") / "tiny")
-    model = load_model(directory, dtype=torch.float32)
-    model.set_experts_implementation("eager")   # type: ignore[operator]  # grouped_mm has no float64
-    return model.double()
+    return exact_moe(tmp_path_factory.mktemp("target") / "tiny")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Attention of a draft's blocks: the block mask against the rule written out, FlexAttention against its dense twin, the twin against a loop."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from tolerances import Bound, assert_within
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kilotok.kernels.attention import BlockPlan, attend_blocks, attend_blocks_ref, block_plan, draft_blocks
+from kilotok.kernels.attention import BlockPlan, attend_blocks, attend_blocks_ref, block_plan
 from kilotok.kernels.attention.block_plan import TILE, padded_anchors
 
 LENGTH = 256
@@ -160,16 +159,6 @@ def run(attend: Any, tensors: dict[str, Tensor], plan: BlockPlan, *, sinks: bool
     output = attend(used["query"], **{name: t for name, t in used.items() if name != "query"}, plan=plan)
     cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(output)
     return output.detach(), dict(zip(used, torch.autograd.grad(output, list(used.values()), cotangent), strict=True))
-
-
-@pytest.fixture
-def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """FlexAttention in plain operations; torch refuses its backward on a CPU by a check alone."""
-    from torch.nn.attention import flex_attention
-
-    monkeypatch.setattr(draft_blocks, "_flex", lambda: draft_blocks._flex_attention)
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    yield
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
