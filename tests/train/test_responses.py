@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kilotok.dflash.hf_target import HFTarget
 from kilotok.dflash.sampling import Sampling
 from kilotok.quant.archs import load_model
 from kilotok.train.prompts import Prompt
-from kilotok.train.responses import Answering, Response, generate_responses
+from kilotok.train.responses import GROUPED, Answering, Response, generate_responses
 
 PAD, EOS, OTHER_EOS = 0, 2, 9
 
@@ -275,3 +276,29 @@ def test_a_high_temperature_leaves_the_fifty_likeliest(tiny_model: nn.Module, tm
     with torch.no_grad():
         likeliest = tiny_model(torch.tensor([p.ids for p in prompts])).logits[:, -1].topk(50).indices.tolist()
     assert sum(r.response[0] in top for r, top in zip(responses, likeliest, strict=True)) < 24
+
+
+def test_experts_stay_grouped_while_a_target_decodes(tiny_model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers changes `grouped_mm`, and nothing else, to a product that copies every row's experts, on all devices but a CPU."""
+    model: Any = tiny_model
+    model.set_experts_implementation("grouped_mm")
+    in_use: list[dict[str, str]] = []
+    switch = model._optimize_model_for_decode
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        with monkeypatch.context() as m, switch():
+            m.setattr(type(model), "device", torch.device("meta"))
+            with switch():
+                in_use.append(model.get_experts_implementation())
+                m.undo()
+                yield
+
+    monkeypatch.setattr(model, "_optimize_model_for_decode", watched)
+    grouped = respond(model, tmp_path / "grouped")
+    assert in_use and all(set(names.values()) == {GROUPED} for names in in_use)
+    assert set(model.get_experts_implementation().values()) == {"grouped_mm"}, "as it was before"
+    with watched():
+        assert set(in_use[-1].values()) == {"batched_mm"}, "else this test shows nothing"
+    model.set_experts_implementation("eager")
+    assert respond(model, tmp_path / "eager") == grouped
