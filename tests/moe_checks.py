@@ -93,6 +93,18 @@ def relative(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
+def beyond_neighbours(got: Tensor, expected: Tensor) -> float:
+    """The largest difference of two bf16 tensors, as a share of what a rounding to the other neighbour and an fp32 error of a millionth make.
+
+    Infinite if more than three values and one in a thousand differ at all: fp32 sums bring about one in ten thousand over a tie.
+    """
+    difference = (got.double() - expected.double()).abs()
+    if int((difference > 0).sum()) > 3 + expected.numel() // 1000:
+        return float("inf")
+    wide = expected.double()
+    return float((difference / (2**-7 * wide.abs() + 1e-6 * wide.square().mean().sqrt())).max())
+
+
 REPEATS = 40   # a race that spoiled one run in a hundred went unseen with two
 
 
@@ -126,7 +138,7 @@ def check_products(shape: Shape, *, num_tokens: int, seed: int, scales: tuple[in
 
     gate_up(x, weights, routing, inter_MCF=space.inter_MCF)
     channels_ref = gate_up_ref(x, weights, expected_routing)
-    errors["channels (bf16)"] = relative(space.inter_MCF[:tiles][live], channels_ref[:tiles][live])
+    errors["channels (bf16)"] = beyond_neighbours(space.inter_MCF[:tiles][live], channels_ref[:tiles][live])
     y = torch.full((num_tokens, shape.hidden), float("nan"), device="cuda")
     down(space.inter_MCF, weights, routing, partials_RD=space.partials_RD, y_TD=y)
     exact_inter = torch.where(live[..., None], space.inter_MCF[:tiles], 0.0)
