@@ -50,7 +50,7 @@ FAMILIES: dict[str, Family] = {
     "mimo_v2_flash": Family(config={"n_routed_experts": 4, "num_experts": 4}, layers=(1,)),
     "ernie4_5_moe": Family(config={"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1}, layers=(1,), shared=SHARED_S),
     "kimi_linear": Family(config={"num_experts": 4, "num_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": None, **MLA,
-                                  "linear_num_heads": 4, "linear_head_dim": 16}, layers=(1,),
+                                  "linear_num_heads": 2, "linear_head_dim": 32}, layers=(1,),
                           shared=SHARED_S, **W_NAMES, transformers_reads=False),   # 5.24.0 fails to merge the convolutions under compressed-tensors
     "granitemoe": Family(config={"num_local_experts": 4, "intermediate_size": 32}, expert_on_disk="model.layers.1.block_sparse_moe.input_linear.weight",
                          router_on_disk="model.layers.1.block_sparse_moe.router.layer.weight", transformers_reads=False),
