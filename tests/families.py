@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from saved import saved_once
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
@@ -79,6 +80,8 @@ def family_model(name: str, *, seed: int = 0, **changes: Any) -> nn.Module:
 
 def save_family(directory: Path, name: str, *, seed: int = 0, **changes: Any) -> Path:
     """A random bf16 checkpoint of the family, by transformers, with the pocket's tokenizer."""
-    family_model(name, seed=seed, **changes).save_pretrained(directory)
-    AutoTokenizer.from_pretrained(POCKET).save_pretrained(directory)
-    return directory
+    def save(first: Path) -> None:
+        family_model(name, seed=seed, **changes).save_pretrained(first)
+        AutoTokenizer.from_pretrained(POCKET).save_pretrained(first)
+
+    return saved_once(directory, (name, seed, changes), save=save)
