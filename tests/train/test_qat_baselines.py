@@ -3,12 +3,13 @@
 import csv
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import command_on_ranks
 
 from kilotok.quant.checkpoint.run import Run
 from kilotok.train import qat_run
@@ -140,11 +141,14 @@ def test_the_room_for_the_control_s_checkpoints_is_asked_for_beforehand(tiny_rec
 @pytest.mark.xdist_group("ranks")
 def test_two_devices_train_the_control_after_the_run(tiny_recipe: Path, tmp_path: Path) -> None:
     """Both processes go on from the one training to the other, and both come back after a kill between the two."""
-    command = ["qat", str(tiny_recipe), "--trainer.max_steps", "1", "--trainer.devices", "2", "--baselines.control", "true"]
-    printed, other = command_on_ranks(train, command, world=2, folder=tmp_path / "ranks")
-    assert printed.count("held-out text ") == 1 and "control: bf16, trained" in printed and "control: bf16" not in other
+    command = [sys.executable, "-m", "kilotok.train.cli", "qat", str(tiny_recipe), "--trainer.max_steps", "1", "--trainer.devices", "2",
+               "--baselines.control", "true"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("held-out text ") == 1 and "control: bf16, trained" in done.stdout
     whole = meta_of(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "control")
     (tmp_path / "run" / "meta.json").write_text(json.dumps({**{k: v for k, v in whole.items() if k != "control"}, "status": "running"}))
-    command_on_ranks(train, [*command, "--resume"], world=2, folder=tmp_path / "ranks")
+    again = subprocess.run([*command, "--resume"], capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
     assert meta_of(tmp_path / "run")["control"] == whole["control"]

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from ranks import command_on_ranks
 from safetensors.torch import load_file, save_file
 
 from kilotok.train.cli import main as train
@@ -125,8 +126,10 @@ def test_an_expert_no_token_reaches_is_named_by_the_run(
 @pytest.mark.xdist_group("ranks")
 def test_two_devices_count_together(tiny_recipe: Path, tmp_path: Path) -> None:
     """The counts are of both processes, also those that a resume begins with."""
-    command = ["qat", str(tiny_recipe), "--trainer.max_steps", "2", "--trainer.checkpoint_every_steps", "1", "--trainer.devices", "2"]
-    command_on_ranks(train, command, world=2, folder=tmp_path / "ranks")
+    command = [sys.executable, "-m", "kilotok.train.cli", "qat", str(tiny_recipe), "--trainer.max_steps", "2", "--trainer.checkpoint_every_steps", "1",
+               "--trainer.devices", "2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     saved = next(v for k, v in torch.load(checkpoint, weights_only=True)["callbacks"].items() if "CountExperts" in k)
     assert [sum(c) for c in saved["tokens_per_expert"].values()] == [2 * 2 * 2 * 32 * 2] * 2
