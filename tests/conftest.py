@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from saved import saved_once
 from torch import nn
 from torch.nn.attention import flex_attention
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -32,16 +33,18 @@ def pocket() -> Path:
 
 def save_tiny_moe(directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """A random Qwen3-MoE of two layers with the pocket's tokenizer, in bf16, saved by transformers."""
-    torch.manual_seed(seed)
     shape = {"hidden_size": 64, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4,
              "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64, "max_position_embeddings": 512,
              "vocab_size": 4096, "initializer_range": 0.15,
              "norm_topk_prob": True, "tie_word_embeddings": True, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**shape, **overrides})).to(torch.bfloat16)
-    model.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(POCKET).save_pretrained(directory)
-    return directory
+
+    def save(first: Path) -> None:
+        torch.manual_seed(seed)
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**shape, **overrides})).to(torch.bfloat16).save_pretrained(first)
+        AutoTokenizer.from_pretrained(POCKET).save_pretrained(first)
+
+    return saved_once(directory, ("tiny", seed, overrides), save=save)
 
 
 def finished_run(

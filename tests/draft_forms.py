@@ -161,6 +161,13 @@ MISTAKES_WITH_OPTIONS = {"sinks ignored": {"attention_sinks": True}, "value scal
                          "block not causal": {"causal": "always"}}
 
 
+@functools.cache
+def features_in_one_pass(target: nn.Module, number: int, *, taps: Sequence[int]) -> Tensor:
+    with Taps(target, layer_ids=taps) as entered, torch.no_grad():
+        target(torch.tensor([ids_of(number)]))
+        return entered.take()[0]
+
+
 def published(draft: DraftModel, target: nn.Module, number: int, position: int, *, mistake: str = "") -> Tensor:
     """Hidden states [N - 1, D], one document and one slot at a time, from the published description; `mistake` names what is done wrong."""
     c, w, ids = draft.config, draft.state_dict(), ids_of(number)
@@ -168,9 +175,7 @@ def published(draft: DraftModel, target: nn.Module, number: int, position: int, 
         c = dataclasses.replace(c, rope_theta=c.rope_theta * 100)
     if mistake == "partial rotary ignored":
         c = dataclasses.replace(c, partial_rotary_factor=1.0)
-    with Taps(target, layer_ids=c.target_layer_ids) as taps, torch.no_grad():
-        target(torch.tensor([ids]))
-        features = taps.take()[0]
+    features = features_in_one_pass(target, number, taps=c.target_layer_ids)
     turns, factor = frequencies(c)
 
     def norm(x: Tensor, name: str) -> Tensor:

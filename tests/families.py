@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from saved import saved_once
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
@@ -49,7 +50,8 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(config={**DENSE_FIRST, "n_group": 1, "topk_group": 1}, layers=(1,), shared=SHARED_S),
     "mimo_v2_flash": Family(config={"n_routed_experts": 4, "num_experts": 4}, layers=(1,)),
     "ernie4_5_moe": Family(config={"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1}, layers=(1,), shared=SHARED_S),
-    "kimi_linear": Family(config={"num_experts": 4, "num_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": None, **MLA}, layers=(1,),
+    "kimi_linear": Family(config={"num_experts": 4, "num_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": None, **MLA,
+                                  "linear_num_heads": 2, "linear_head_dim": 32}, layers=(1,),
                           shared=SHARED_S, **W_NAMES, transformers_reads=False),   # 5.24.0 fails to merge the convolutions under compressed-tensors
     "granitemoe": Family(config={"num_local_experts": 4, "intermediate_size": 32}, expert_on_disk="model.layers.1.block_sparse_moe.input_linear.weight",
                          router_on_disk="model.layers.1.block_sparse_moe.router.layer.weight", transformers_reads=False),
@@ -78,6 +80,8 @@ def family_model(name: str, *, seed: int = 0, **changes: Any) -> nn.Module:
 
 def save_family(directory: Path, name: str, *, seed: int = 0, **changes: Any) -> Path:
     """A random bf16 checkpoint of the family, by transformers, with the pocket's tokenizer."""
-    family_model(name, seed=seed, **changes).save_pretrained(directory)
-    AutoTokenizer.from_pretrained(POCKET).save_pretrained(directory)
-    return directory
+    def save(first: Path) -> None:
+        family_model(name, seed=seed, **changes).save_pretrained(first)
+        AutoTokenizer.from_pretrained(POCKET).save_pretrained(first)
+
+    return saved_once(directory, (name, seed, changes), save=save)

@@ -1,7 +1,10 @@
 """Processes that are ranks of one gloo group, for tests of what several devices do: forked, so that nothing is imported again."""
 
+import contextlib
+import io
 import multiprocessing
 import os
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_only
 
 
 def on_ranks(world: int, work: Callable[[int], Any], *, folder: Path, exit_code: int = 0, timeout_s: float = 120) -> list[Any]:
@@ -30,6 +34,40 @@ def on_ranks(world: int, work: Callable[[int], Any], *, folder: Path, exit_code:
         p.kill()
     assert codes == [exit_code] * world, f"exit codes {codes}; None: hangs"
     return [] if exit_code else [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def command_on_ranks(
+    main: Callable[[list[str]], int], arguments: list[str], *, world: int, folder: Path, patch: Callable[[int], None] = lambda rank: None, exit_code: int = 0,
+) -> list[str]:
+    """What every rank of a command printed: `world` connected processes, as torchrun would start them. patch: what a rank does first."""
+    folder.mkdir(exist_ok=True)
+
+    def work(rank: int) -> str:
+        rank_zero_only.rank = rank
+        os.environ["KILOTOK_TRACEBACK"] = "1"
+        patch(rank)
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
+            assert main(arguments) == 0
+        return out.getvalue()
+
+    return on_ranks(world, work, folder=folder, exit_code=exit_code)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_at(step: int, *, module: type[Any], how: Callable[[], None] = kill) -> Callable[[int], None]:
+    """A patch for `command_on_ranks`: every rank stops before the step's gradient. module: the LightningModule."""
+    real = module.training_step
+
+    def stopped(self: Any, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.global_step == step:
+            how()
+        loss: torch.Tensor = real(self, batch, batch_idx)
+        return loss
+
+    return lambda rank: setattr(module, "training_step", stopped)
 
 
 def _rank(rank: int, world: int, port: int, work: Callable[[int], Any], folder: Path) -> None:

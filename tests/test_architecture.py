@@ -130,10 +130,10 @@ def imports_in_functions(root: Path) -> list[str]:
 
 def cycles(root: Path) -> list[str]:
     """No module of a layer reaches itself."""
-    found = []
+    found, imports = [], read_imports(root)
     for layer in OURS:
         graph = graphlib.TopologicalSorter({layer: ()})
-        for i in read_imports(root):
+        for i in imports:
             if i.relative and i.layer == i.top == layer:
                 graph.add(i.module, i.target)
         try:

@@ -31,7 +31,7 @@ from draft_forms import (
     train_form,
 )
 from tolerances import assert_equal, assert_within
-from torch import nn
+from torch import Tensor, nn
 
 from kilotok.dflash.context import Taps
 from kilotok.dflash.drafter import DFlashDrafter
@@ -41,10 +41,30 @@ from kilotok.dflash.model import Blocks, DraftModel
 from kilotok.dflash.sampling import Sampling
 from kilotok.train.distill_data import DOCUMENTS, IDS, SUPERVISED, pack_row
 
+pytestmark = pytest.mark.xdist_group("draft_parity")   # the forms below are computed once
+
 
 @pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["fp64", "fp32"])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
     return make_target(tmp_path_factory.mktemp("target") / "tiny", dtype=request.param)
+
+
+# Both forms of a test's draft, computed once for all rows, chunks and mistakes that they are held to.
+
+
+@functools.cache
+def draft_of(target: nn.Module, window: int | None) -> DraftModel:
+    return make_draft(target, window=window)
+
+
+@functools.cache
+def trained_by(target: nn.Module, window: int | None, rows: tuple[tuple[int, ...], ...], length: int) -> dict[tuple[int, int, int], Tensor]:
+    return train_form(draft_of(target, window), target, rows, length=length)
+
+
+@functools.cache
+def served_by(target: nn.Module, window: int | None, number: int, chunks: tuple[int, ...] = (1,), *, with_head: bool = False) -> dict[int, Tensor]:
+    return serve_form(draft_of(target, window), target, number, chunks=chunks, head_VD=embedding_of(target) if with_head else None)
 
 
 # --- parity ---
@@ -55,12 +75,12 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize(("rows", "length"), ROWS.values(), ids=ROWS)
 def test_training_and_serving_compute_the_same_block(target: nn.Module, rows: list[tuple[int, ...]], length: int, window: int | None,
                                                      chunks: tuple[int, ...]) -> None:
-    draft, head = make_draft(target, window=window), embedding_of(target)
-    trained = train_form(draft, target, rows, length=length)
+    head = embedding_of(target)
+    trained = trained_by(target, window, tuple(rows), length)
     assert len(trained) == sum(LENGTHS[d] - 1 for row in rows for d in row)
     for d in {d for row in rows for d in row}:
-        served = serve_form(draft, target, d, chunks=chunks)
-        logits = serve_form(draft, target, d, chunks=chunks, head_VD=head)
+        served = served_by(target, window, d, chunks)
+        logits = served_by(target, window, d, chunks, with_head=True)
         assert (chunks != (1,) or set(served) == set(range(1, LENGTHS[d]))) and (d == 1 or served)
         for (row, number, position), hidden in trained.items():
             if number == d and position in served:
@@ -71,10 +91,9 @@ def test_training_and_serving_compute_the_same_block(target: nn.Module, rows: li
 
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_both_compute_what_is_published(target: nn.Module, window: int | None) -> None:
-    draft = make_draft(target, window=window)
-    trained = train_form(draft, target, [(0, 3)], length=60)
+    draft, trained = draft_of(target, window), trained_by(target, window, ((0, 3),), 60)
     for d in (0, 3):
-        served = serve_form(draft, target, d)
+        served = served_by(target, window, d)
         for position in (1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 22):
             expected = published(draft, target, d, position)
             assert_within(trained[0, d, position], expected, bound=BOUNDS[dtype_of(target)], what=f"training, document {d}, anchor at {position}")
@@ -128,9 +147,8 @@ HUNDRED = 100
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_a_mistake_in_the_block_breaks_the_bound(target: nn.Module, window: int | None, mistake: str) -> None:
-    draft, bound = make_draft(target, window=window), BOUNDS[dtype_of(target)]
-    trained = train_form(draft, target, [(2, 3)], length=50)
-    served = serve_form(draft, target, 3)
+    draft, bound = draft_of(target, window), BOUNDS[dtype_of(target)]
+    trained, served = trained_by(target, window, ((2, 3),), 50), served_by(target, window, 3)
     for position in (1, 6, WINDOW, 20, 29):
         wrong = published(draft, target, 3, position, mistake=mistake)
         for form in (trained[0, 3, position], served[position]):

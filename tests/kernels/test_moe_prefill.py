@@ -106,6 +106,7 @@ def run_interpreted() -> None:
         print(shape)
 
 
+@pytest.mark.xdist_group("interpreter")
 def test_the_interpreted_kernel_equals_dequantized_experts() -> None:
     assert run_in_interpreter("test_moe_prefill") == [s.name for s in SHAPES]
 

@@ -130,6 +130,7 @@ def run_interpreted() -> None:
     print("beyond 32 bits")
 
 
+@pytest.mark.xdist_group("interpreter")
 def test_the_interpreted_kernel_equals_its_twin() -> None:
     assert run_in_interpreter("test_moe_routing") == [*map(str, SIZES), "beyond 32 bits"]
 

@@ -43,6 +43,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("interpreter")
 def test_the_interpreted_kernels_equal_their_twins() -> None:
     """The kernels' own source on bf16 weights, every rule and both dims."""
     assert run_in_interpreter("mx_checks") == [*DISTRIBUTIONS, "several experts", "every byte", "faults", "all"]

@@ -274,6 +274,7 @@ def run_interpreted() -> None:
         print(name, vocab, flush=True)
 
 
+@pytest.mark.xdist_group("interpreter")
 def test_the_interpreted_kernel_equals_its_twin() -> None:
     """Less than a block of lanes, one block, and several of which the last is not full; ties, huge and equal logits."""
     assert run_in_interpreter("test_slot_losses") == [f"{name} {vocab}" for name, vocab in INTERPRETED]

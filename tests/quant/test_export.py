@@ -2,7 +2,9 @@
 
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import pytest
 import torch
 from cases import MODES, ScaleMode
 from conftest import finished_run
+from forked import start
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -325,32 +328,32 @@ def test_too_little_room_is_refused_before_writing(
 
 
 @pytest.mark.parametrize("kilobytes", [100, 500])
-def test_a_disk_that_fills_up_while_writing_leaves_nothing(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, kilobytes: int) -> None:
+def test_a_disk_that_fills_up_while_writing_leaves_nothing(
+        run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, kilobytes: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The kernel refuses writes beyond a file-size limit (as a full disk refuses them) in a process of its own."""
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1000, kilobytes * 1000))
+
     before = set(tmp_path.rglob("*"))
-    program = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({kilobytes * 1000}, {kilobytes * 1000})); "
-        "from kilotok.runtime.cli import main; sys.exit(main(sys.argv[1:]))")
-    done = subprocess.run([sys.executable, "-c", program, "export", str(run[0]), str(tmp_path / "out")], capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert "Free some space" in done.stderr
+    done = start(kilotok, ["export", str(run[0]), str(tmp_path / "out")], folder=tmp_path_factory.mktemp("printed"), before=limit)
+    assert (status := done.wait()) == 2, f"{status}: {done.stderr.read_text()}"
+    assert "Free some space" in done.stderr.read_text()
     assert_nothing_left(tmp_path, before=before)
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0 or sys.platform != "linux", reason="mounting a small file system needs root on Linux")
-def test_a_really_full_disk_leaves_nothing(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_a_really_full_disk_leaves_nothing(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(small)], capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
     try:
-        program = "import sys; from kilotok.quant.checkpoint import export; export.require_free_space = lambda *a, **k: None; " \
-                  "from kilotok.runtime.cli import main; sys.exit(main(sys.argv[1:]))"
-        done = subprocess.run([sys.executable, "-c", program, "export", str(run[0]), str(small / "out")], capture_output=True, text=True)
-        assert done.returncode == 2, done.stderr
-        assert "Free some space" in done.stderr
+        monkeypatch.setattr(export_module, "require_free_space", lambda *a, **k: None)
+        assert kilotok(["export", str(run[0]), str(small / "out")]) == 2
+        assert "Free some space" in capsys.readouterr().err
         assert list(small.iterdir()) == []
     finally:
         subprocess.run(["umount", str(small)], check=True)

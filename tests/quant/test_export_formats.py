@@ -6,6 +6,8 @@ engines that look every projection up by its name, and for our reader.
 """
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from kilotok.quant.formats import find_format
 from kilotok.quant.plan import PlanOptions, QuantPlan, make_plan
 from kilotok.runtime.cli import main as kilotok
 
+pytestmark = pytest.mark.xdist_group("export_formats")   # each export is made once and read by several tests
 IDS = torch.randint(4, 4096, (2, 12), generator=torch.Generator().manual_seed(5))
 WIDE = {"hidden_size": 256, "head_dim": 64}   # more than one FP8 tile
 MOE = {"mlp_only_layers": []}
@@ -59,17 +62,42 @@ MISREAD: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
 ALL = {**EXACT, **REFUSED, **MISREAD}
 
 
-def export(tmp_path: Path, name: str, changes: dict[str, Any], options: dict[str, Any]) -> tuple[QuantPlan, dict[str, Tensor], dict[str, Tensor]]:
-    """Export a family with these options to tmp_path / out: the plan, the values training computed with by in-memory name, and the masters."""
-    parent = save_family(tmp_path / "parent", name, **changes)
-    trained = finished_run(tmp_path / "run", parent, move=0.02, quant=options)
-    export_run(tmp_path / "run", tmp_path / "out")
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A family exported with some options, in root / out; read only, as several tests have it."""
+
+    root: Path
+    plan: QuantPlan
+    values: dict[str, Tensor]    # those training computed with, by in-memory name
+    masters: dict[str, Tensor]
+
+
+Export = Callable[[str, dict[str, Any], dict[str, Any]], Exported]
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
+    """Of a family, with changes of its config and options."""
+    made: dict[str, Exported] = {}
+
+    def get(name: str, changes: dict[str, Any], options: dict[str, Any]) -> Exported:
+        key = repr((name, changes, options))
+        if key not in made:
+            made[key] = make_export(tmp_path_factory.mktemp("export"), name, changes, options)
+        return made[key]
+    return get
+
+
+def make_export(root: Path, name: str, changes: dict[str, Any], options: dict[str, Any]) -> Exported:
+    parent = save_family(root / "parent", name, **changes)
+    trained = finished_run(root / "run", parent, move=0.02, quant=options)
+    export_run(root / "run", root / "out")
     plan = make_plan(load_config(parent), scale_mode="even", where="test", options=PlanOptions.from_json(options))
     masters = {n: p.detach() for n, p in load_model(parent, dtype=torch.float32).named_parameters()} | trained
     values = dict(masters)
     for w in plan.weights:
         values[w.name] = find_format(w.format).fake_quant(masters[w.name], name=w.name, scale_mode="even", dim=w.dim, dtype=torch.float32, faults=None)
-    return plan, values, masters
+    return Exported(root=root, plan=plan, values=values, masters=masters)
 
 
 def differing(model: torch.nn.Module, values: dict[str, Tensor]) -> list[str]:
@@ -78,107 +106,110 @@ def differing(model: torch.nn.Module, values: dict[str, Tensor]) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "changes", "options", "groups"), ALL.values(), ids=ALL)
-def test_our_reader_gives_the_values_of_training(name: str, changes: dict[str, Any], options: dict[str, Any], groups: list[str], tmp_path: Path) -> None:
-    plan, values, masters = export(tmp_path, name, changes, options)
+def test_our_reader_gives_the_values_of_training(name: str, changes: dict[str, Any], options: dict[str, Any], groups: list[str], export: Export) -> None:
+    e = export(name, changes, options)
+    plan, values, masters = e.plan, e.values, e.masters
     formats = {w.name: w.format for w in plan.weights}
     assert len(set(formats.values())) > 1 or name == "qwen2_moe"
     assert all(not torch.equal(values[n], masters[n]) for n in formats)
-    model = load_exported_model(tmp_path / "out", dtype=torch.float32)
+    model = load_exported_model(e.root / "out", dtype=torch.float32)
     assert differing(model, values) == []
 
-    ours = load_model(tmp_path / "parent", dtype=torch.float32)
+    ours = load_model(e.root / "parent", dtype=torch.float32)
     ours.load_state_dict(masters, strict=False)
     attach_fake_quant(ours, plan=plan)
     with torch.no_grad():
         assert torch.equal(model(IDS, use_cache=False).logits, ours(IDS, use_cache=False).logits)
 
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    config = json.loads((e.root / "out" / "config.json").read_text())["quantization_config"]
     assert [g["format"] for g in config["config_groups"].values()] == groups
     assert config["format"] == (groups[0] if len(groups) == 1 else "mixed-precision")
-    assert set(read_exported_experts(tmp_path / "out", arch=plan.arch)) == {w.name for w in plan.experts if w.format == "mxfp4"}
+    assert set(read_exported_experts(e.root / "out", arch=plan.arch)) == {w.name for w in plan.experts if w.format == "mxfp4"}
 
 
 @pytest.mark.parametrize(("name", "changes", "options", "groups"), ALL.values(), ids=ALL)
 def test_files_have_the_bytes_of_the_plan_and_kept_tensors_the_parent_s(
-        name: str, changes: dict[str, Any], options: dict[str, Any], groups: list[str], tmp_path: Path) -> None:
-    plan, _, _ = export(tmp_path, name, changes, options)
-    before, after = load_file(tmp_path / "parent" / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+        name: str, changes: dict[str, Any], options: dict[str, Any], groups: list[str], export: Export) -> None:
+    e = export(name, changes, options)
+    plan = e.plan
+    before, after = load_file(e.root / "parent" / "model.safetensors"), load_file(e.root / "out" / "model.safetensors")
     buffers = sum(t.numel() * t.element_size() for n, t in before.items() if n.endswith("e_score_correction_bias"))   # in the files, no parameters
     assert sum(t.numel() * t.element_size() for t in after.values()) - buffers == plan.bytes_after
-    packed = packed_stems(CheckpointReader(tmp_path / "out"))
+    packed = packed_stems(CheckpointReader(e.root / "out"))
     assert set(packed.values()) == {w.format for w in plan.weights if w.role != "router"} - {"bf16"}
     planned = {w.name for w in plan.weights}
     for n, tensor in before.items():
         if plan.arch.expert_slice(n) is None and n not in planned and plan.arch.memory_module(n) not in planned:
             assert after[n].dtype == tensor.dtype and torch.equal(after[n].view(torch.uint8), tensor.view(torch.uint8)), n
-    report = inspect_directory(tmp_path / "out")
+    report = inspect_directory(e.root / "out")
     assert ("mxfp8 weights" in report) == ("mxfp8" in packed.values()) and ("fp8_block weights" in report) == ("fp8_block" in packed.values())
 
 
 @pytest.mark.parametrize(("name", "changes", "options", "groups"), EXACT.values(), ids=EXACT)
 def test_transformers_reads_exactly_the_values_of_training(
-        name: str, changes: dict[str, Any], options: dict[str, Any], groups: list[str], tmp_path: Path) -> None:
+        name: str, changes: dict[str, Any], options: dict[str, Any], groups: list[str], export: Export) -> None:
     """In bf16: compressed-tensors decompresses to bf16 for MX formats whatever is asked for, and does not round FP8 tiles when asked for fp32."""
-    _, values, _ = export(tmp_path, name, changes, options)
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True)
+    e = export(name, changes, options)
+    model, report = AutoModelForCausalLM.from_pretrained(e.root / "out", dtype=torch.bfloat16, output_loading_info=True)
     with torch.no_grad():
         theirs = model(IDS, use_cache=False).logits   # compressed weights are decompressed by the first forward
-    assert differing(model, values) == [] and not report["missing_keys"] and not report["unexpected_keys"]
+    assert differing(model, e.values) == [] and not report["missing_keys"] and not report["unexpected_keys"]
     with torch.no_grad():
-        assert torch.equal(theirs, load_exported_model(tmp_path / "out", dtype=torch.bfloat16)(IDS, use_cache=False).logits)
+        assert torch.equal(theirs, load_exported_model(e.root / "out", dtype=torch.bfloat16)(IDS, use_cache=False).logits)
 
 
 @pytest.mark.parametrize("case", ["attention_mxfp8", "attention_fp8_wide", "router", "shared", "latent_attention"])
-def test_transformers_dequantizes_to_the_values_of_training_in_fp32(case: str, tmp_path: Path) -> None:
+def test_transformers_dequantizes_to_the_values_of_training_in_fp32(case: str, export: Export) -> None:
     name, changes, options, _ = EXACT[case]
-    _, values, _ = export(tmp_path, name, changes, options)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, **DEQUANTIZE)
-    assert differing(model, values) == []
+    e = export(name, changes, options)
+    model = AutoModelForCausalLM.from_pretrained(e.root / "out", dtype=torch.float32, **DEQUANTIZE)
+    assert differing(model, e.values) == []
 
 
-def test_transformers_cannot_dequantize_shared_experts_beside_another_format(tmp_path: Path) -> None:
+def test_transformers_cannot_dequantize_shared_experts_beside_another_format(export: Export) -> None:
     """Its `dequantize=True` takes one format for all dense layers; without it, it reads them exactly (above)."""
     name, changes, options, _ = EXACT["all_three"]
-    export(tmp_path, name, changes, options)
+    e = export(name, changes, options)
     with pytest.raises(RuntimeError, match="conversion of the weights"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, **DEQUANTIZE)
+        AutoModelForCausalLM.from_pretrained(e.root / "out", dtype=torch.bfloat16, **DEQUANTIZE)
 
 
 @pytest.mark.parametrize(("name", "changes", "options", "groups"), REFUSED.values(), ids=REFUSED)
 def test_transformers_refuses_layers_of_experts_in_another_format(
-        name: str, changes: dict[str, Any], options: dict[str, Any], groups: list[str], tmp_path: Path) -> None:
-    export(tmp_path, name, changes, options)
+        name: str, changes: dict[str, Any], options: dict[str, Any], groups: list[str], export: Export) -> None:
+    e = export(name, changes, options)
     for how in ({}, DEQUANTIZE):
         with pytest.raises(RuntimeError, match="conversion of the weights"):
-            AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, **how)
+            AutoModelForCausalLM.from_pretrained(e.root / "out", dtype=torch.bfloat16, **how)
 
 
 @pytest.mark.parametrize(("name", "changes", "options", "groups"), MISREAD.values(), ids=MISREAD)
 def test_transformers_loads_random_weights_where_only_down_proj_is_kept(
-        name: str, changes: dict[str, Any], options: dict[str, Any], groups: list[str], tmp_path: Path) -> None:
+        name: str, changes: dict[str, Any], options: dict[str, Any], groups: list[str], export: Export) -> None:
     """Known harm, written down so that a change of it is noticed: it only warns that they are missing."""
-    plan, values, _ = export(tmp_path, name, changes, options)
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True)
-    kept = {w.name for w in plan.experts if w.format != "mxfp4"}
-    assert set(report["missing_keys"]) == kept == set(differing(model, values))
+    e = export(name, changes, options)
+    model, report = AutoModelForCausalLM.from_pretrained(e.root / "out", dtype=torch.bfloat16, output_loading_info=True)
+    kept = {w.name for w in e.plan.experts if w.format != "mxfp4"}
+    assert set(report["missing_keys"]) == kept == set(differing(model, e.values))
 
 
 @pytest.mark.parametrize("options", [{"keep": ["model.layers.1.*"]}, {"router": "mxfp8"}, {"keep": ["model.layers.0.*"], "router": "mxfp8"}], ids=str)
-def test_gpt_oss_keeps_whole_layers(options: dict[str, Any], tmp_path: Path) -> None:
-    plan, values, _ = export(tmp_path, "gpt_oss", {}, options)
-    assert differing(load_exported_model(tmp_path / "out", dtype=torch.float32), values) == []
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True))
-    assert differing(theirs, values) == []
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert [m for m in config["modules_to_not_convert"] if m.endswith(".experts")] == sorted({w.module for w in plan.experts if w.format == "bf16"})
+def test_gpt_oss_keeps_whole_layers(options: dict[str, Any], export: Export) -> None:
+    e = export("gpt_oss", {}, options)
+    assert differing(load_exported_model(e.root / "out", dtype=torch.float32), e.values) == []
+    theirs = AutoModelForCausalLM.from_pretrained(e.root / "out", dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True))
+    assert differing(theirs, e.values) == []
+    config = json.loads((e.root / "out" / "config.json").read_text())["quantization_config"]
+    assert [m for m in config["modules_to_not_convert"] if m.endswith(".experts")] == sorted({w.module for w in e.plan.experts if w.format == "bf16"})
 
 
 @pytest.mark.parametrize("name", [n for n in FAMILIES if n != "gpt_oss"])
 @pytest.mark.parametrize("fmt", ["mxfp8", "fp8_block"])
-def test_attention_and_router_of_every_family_read_back(name: str, fmt: str, tmp_path: Path) -> None:
-    plan, values, masters = export(tmp_path, name, {}, {"attention": fmt, "router": "mxfp8"})
+def test_attention_and_router_of_every_family_read_back(name: str, fmt: str, export: Export) -> None:
+    e = export(name, {}, {"attention": fmt, "router": "mxfp8"})
+    plan, values, masters = e.plan, e.values, e.masters
     assert any(w.role == "attention" for w in plan.weights) and any(w.role == "router" for w in plan.weights)
-    assert differing(load_exported_model(tmp_path / "out", dtype=torch.float32), values) == []
+    assert differing(load_exported_model(e.root / "out", dtype=torch.float32), values) == []
     assert all(not torch.equal(values[w.name], masters[w.name]) for w in plan.weights)
 
 

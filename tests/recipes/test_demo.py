@@ -74,8 +74,8 @@ def test_a_random_draft_moves_the_acceptance_of_the_same_validation_below_1_2(ou
     generator = torch.Generator().manual_seed(0)
     state = {name: torch.randn(t.shape, generator=generator).mul(0.02).to(t.dtype) if t.dim() == 2 else t for name, t in load_file(weights).items()}
     save_file(state, weights, metadata={"format": "pt"})
-    done = subprocess.run([str(Path(sys.executable).with_name("kilotok")), "validate", str(out), "--prompts-per-domain", "1", "--max-tokens", "12"],
-                          capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([str(Path(sys.executable).with_name("kilotok")), "validate", str(out), "--prompts-per-domain", "1", "--max-tokens", "12",
+                           "--quality-tokens", "64"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((out / "validation" / "report.json").read_text())
     assert 1 <= report["acceptance"]["greedy"]["all"]["raw"]["length"] < 1.2 and report["ok"]

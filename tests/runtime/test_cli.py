@@ -1,9 +1,7 @@
 """The `kilotok` command itself."""
 
+import os
 import signal
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +9,13 @@ import httpx
 import pytest
 import torch
 from conftest import export_experts, save_tiny_moe
+from forked import start
 
 from kilotok.runtime import cli
 from kilotok.runtime.cli import main as kilotok
 from kilotok.runtime.serve import bind
 from kilotok.runtime.validate import ValidateOptions
 
-COMMAND = [sys.executable, "-m", "kilotok.runtime.cli"]
 WAIT_S = 60
 
 
@@ -38,9 +36,10 @@ def left_with(args: list[str], status: int, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_train_is_reached_through_kilotok(tmp_path: Path) -> None:
-    done = subprocess.run([*COMMAND, "train", "qat", str(tmp_path / "none.yaml")], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert f"recipe: no file at {tmp_path / 'none.yaml'}" in done.stderr
+    """The process becomes the other command, in an interpreter of its own."""
+    done = start(kilotok, ["train", "qat", str(tmp_path / "none.yaml")], folder=tmp_path)
+    assert done.wait() == 2
+    assert f"recipe: no file at {tmp_path / 'none.yaml'}" in done.stderr.read_text()
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,27 +133,21 @@ def test_a_directory_that_cannot_be_served_is_one_line(tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_served_model_answers_and_ends_well_on_a_signal(out: Path, number: signal.Signals) -> None:
-    command = [*COMMAND, "serve", str(out), "--port", "0", "--name", "tiny", "--threads", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    watchdog = threading.Timer(WAIT_S, process.kill)   # a line that never comes must not hang the test
-    watchdog.start()
+def test_a_served_model_answers_and_ends_well_on_a_signal(out: Path, number: signal.Signals, tmp_path: Path) -> None:
+    server = start(kilotok, ["serve", str(out), "--port", "0", "--name", "tiny", "--threads", "1"], folder=tmp_path)
     try:
-        assert process.stdout is not None
-        lines = [process.stdout.readline().rstrip("\n") for _ in range(3)]
-        assert lines[:1] == ["draft: none in dflash/; plain decoding"], process.communicate()
+        lines = server.first_lines(3)
+        assert lines[0] == "draft: none in dflash/; plain decoding"
         assert lines[1].startswith("tiny: reference (plain torch), cpu, float32; tiles of 8 columns, ")
         url = lines[2].removeprefix("kilotok serve: listening on ")
         asked = {"model": "tiny", "prompt": "def f(x):", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/completions", timeout=WAIT_S, json=asked)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 5
-        process.send_signal(number)
-        rest = process.communicate(timeout=WAIT_S)
-        assert (process.returncode, *rest) == (0, "", "")
+        os.kill(server.pid, number)
+        assert (server.wait(WAIT_S), server.stdout.read_text().splitlines()[3:], server.stderr.read_text()) == (0, [], "")
     finally:
-        watchdog.cancel()
-        process.kill()
-        process.communicate()
+        server.process.kill()
+        server.process.join()
 
 
 # ---- validate

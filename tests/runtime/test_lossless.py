@@ -25,6 +25,7 @@ from kilotok.quant.archs import load_model, load_tokenizer
 from kilotok.runtime.reference import ReferenceExecutor, ReferenceSequence
 from kilotok.runtime.weights import load_executor
 
+pytestmark = pytest.mark.xdist_group("lossless")   # the texts without a draft take half a minute and are decoded once
 DOMAINS = ("code", "math", "chat", "agent")
 PER_DOMAIN = 13
 MAX_TOKENS = 32

@@ -22,6 +22,7 @@ from kilotok.runtime import reference
 from kilotok.runtime.reference import KV_CHUNK, ONE_PASS, TILE, ReferenceExecutor, ReferenceSequence
 from kilotok.runtime.weights import load_executor
 
+pytestmark = pytest.mark.xdist_group("reference")   # texts read a token at a time are read once
 LENGTH = 2 * KV_CHUNK + 3 * TILE + 5   # ends inside the third cache chunk and inside a tile
 # Shapes that differ wherever the code could take one for the other; taps out of order, the last layer among them.
 TINY: dict[str, dict[str, Any]] = {

@@ -18,6 +18,7 @@ from kilotok.dflash.tree import ANCHOR, DraftTree, build_tree, chain
 from kilotok.runtime.reference import KV_CHUNK, Placement, ReferenceExecutor, ReferenceSequence
 from kilotok.runtime.weights import load_executor
 
+pytestmark = pytest.mark.xdist_group("tree_lossless")   # texts without a draft are decoded once
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, top_p=0.95, seed=3)}
 PROMPT = tuple(torch.randint(4096, (KV_CHUNK - 6,), generator=torch.Generator().manual_seed(0)).tolist())   # trees cross into the second chunk
 ANCHOR_ID, COUNT = 77, 28

@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 from conftest import export_experts, save_tiny_moe
+from forked import start
 from safetensors.torch import load_file
 from tolerances import FP32_EPS, Bound, assert_equal, assert_within
 from torch import Tensor, nn
@@ -47,6 +48,7 @@ from kilotok.train.recipe import load_recipe
 from kilotok.train.responses import Answering, generate_responses
 from kilotok.train.slot_pass import slot_pass
 
+pytestmark = pytest.mark.xdist_group("ranks")   # one of them starts two processes, and all read one run
 STEPS = 12
 # The largest difference seen was 1.2 eps (maximum) and 0.5 eps (RMS).
 RANKS_FP32 = Bound(maximum=8 * FP32_EPS, rms=8 * FP32_EPS, reason="the same fp32 terms of two rows, added by process instead of in one backward")
@@ -264,14 +266,12 @@ def test_figures_are_those_of_the_loop_on_the_written_draft(whole: Whole) -> Non
 
 def start_and_kill(whole: Whole, tmp_path: Path, *, when: Callable[[], bool]) -> None:
     """The command in a process of its own, killed as soon as `when`."""
-    command = [sys.executable, "-m", "kilotok.train.cli", *started_again(whole, tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = start(train, started_again(whole, tmp_path), folder=whole.root / f"{tmp_path.name}-printed")
     deadline = time.time() + 120
-    while not when() and process.poll() is None and time.time() < deadline:
+    while not when() and process.is_running() and time.time() < deadline:
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
-    _, error = process.communicate()
-    assert process.returncode == -signal.SIGKILL, error
+    assert process.wait() == -signal.SIGKILL, process.stderr.read_text()
     assert read_meta(tmp_path / "run")["status"] == "running"
     assert [p for p in tmp_path.iterdir() if p.name != "run"] == []   # of the draft there is nothing yet
 
@@ -356,7 +356,6 @@ def test_mixed_precision_trains_fp32_weights(whole: Whole, tmp_path: Path) -> No
             assert figures == {d: {**nothing, "rounds": 0, "tokens": tokens} for d, tokens in (("chat", 2), ("math", 1), ("all", 3))}
 
 
-@pytest.mark.xdist_group("ranks")
 def test_two_processes_draw_anchors_of_their_own_and_share_one_denominator(whole: Whole, tmp_path: Path) -> None:
     """A step on two CPU processes: momentum after it is (1 - beta) times the gradient of the joint loss, from each rank's own row and anchors."""
     command = [sys.executable, "-m", "kilotok.train.cli", *started_again(whole, tmp_path), "--trainer.devices", "2", "--trainer.max_steps", "1",

@@ -1,10 +1,7 @@
 """`train dflash-distill` on several ranks: they train what one trains, go on where they stopped, and wait for nobody who has nothing to train on."""
 
-import contextlib
 import csv
-import io
 import json
-import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +15,7 @@ import torch.distributed as dist
 import yaml
 from conftest import export_experts, save_tiny_moe
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities import rank_zero_only
-from ranks import on_ranks
+from ranks import command_on_ranks, stop_at
 from safetensors.torch import load_file
 from tolerances import assert_equal
 from torch import Tensor
@@ -50,18 +46,9 @@ class Lab:
     def run(self, name: str, *options: str, world: int = 1, patch: Callable[[int], None] = lambda rank: None, exit_code: int = 0) -> Path:
         """The command on `world` connected processes, as torchrun would start it; the run's directory."""
         folder = self.root / name
-        folder.mkdir(exist_ok=True)
         arguments = ["dflash-distill", str(self.recipe), "--run", str(folder / "run"), "--out", str(folder / "draft"),
                      "--trainer.devices", str(world), *options]
-
-        def work(rank: int) -> None:
-            rank_zero_only.rank = rank
-            os.environ["KILOTOK_TRACEBACK"] = "1"
-            patch(rank)
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                assert train(arguments) == 0
-
-        on_ranks(world, work, folder=folder, exit_code=exit_code)
+        command_on_ranks(train, arguments, world=world, folder=folder, patch=patch, exit_code=exit_code)
         return folder
 
 
@@ -144,28 +131,12 @@ def test_sharded_layers_computed_in_bf16_train_like_autocast(lab: Lab) -> None:
         assert y == pytest.approx(x, rel=2e-3)   # the largest seen was 2e-4; bf16 keeps 8 bits, and rounds other tensors than autocast does
 
 
-def stop_at(step: int, *, how: Callable[[], None]) -> Callable[[int], None]:
-    """A patch for `run`: every rank stops before the step's gradient."""
-    real = distill.DistillModule.training_step
-
-    def stopped(self: distill.DistillModule, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.global_step == step:
-            how()
-        return real(self, batch, batch_idx)
-
-    return lambda rank: setattr(distill.DistillModule, "training_step", stopped)
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_killed_ranks_continue_to_the_bits_of_an_uninterrupted_run(strategy: str, lab: Lab) -> None:
     """With fewer anchors than tokens and two micro-batches a step: the anchors drawn after the resume are those of the whole run."""
     options = split(1, 2, "--loss.anchors", "3", "--trainer.strategy", strategy)
     whole = lab.run(f"whole-{strategy}", *options, world=2)
-    short = lab.run(f"short-{strategy}", *options, world=2, patch=stop_at(3, how=kill), exit_code=-signal.SIGKILL)
+    short = lab.run(f"short-{strategy}", *options, world=2, patch=stop_at(3, module=distill.DistillModule), exit_code=-signal.SIGKILL)
     assert [c.name for c in (short / "run" / "checkpoints").iterdir()] == ["step-00000002.ckpt"]
     lab.run(f"short-{strategy}", *options, "--resume", world=2)
     assert losses(short) == losses(whole)
@@ -176,7 +147,7 @@ def test_killed_ranks_continue_to_the_bits_of_an_uninterrupted_run(strategy: str
 
 
 def test_a_sharded_run_goes_on_with_another_number_of_ranks(lab: Lab, one: Path) -> None:
-    short = lab.run("fewer", *split(2, 1, *FSDP), world=2, patch=stop_at(3, how=kill), exit_code=-signal.SIGKILL)
+    short = lab.run("fewer", *split(2, 1, *FSDP), world=2, patch=stop_at(3, module=distill.DistillModule), exit_code=-signal.SIGKILL)
     lab.run("fewer", *split(4, 1, *FSDP), "--resume")
     assert len(losses(short)) == STEPS
     for a, b in zip(losses(one), losses(short), strict=True):
@@ -243,7 +214,7 @@ def test_micro_batches_and_ranks_never_share_a_key(lab: Lab) -> None:
 
         distill.anchor_generator = anchors
         if not (lab.root / "keys" / f"keys-{rank}").exists():
-            stop_at(2, how=kill)(rank)
+            stop_at(2, module=distill.DistillModule)(rank)
 
     options = split(1, 3)
     (lab.root / "keys").mkdir()

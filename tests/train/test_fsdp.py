@@ -6,15 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import save_tiny_moe
 from families import FAMILIES, save_family
+from ranks import command_on_ranks, stop_at
 from torch import nn
 
 from kilotok.quant.archs import empty_model, find_arch, load_config, load_model
@@ -23,6 +24,7 @@ from kilotok.quant.checkpoint.run import Run
 from kilotok.quant.checkpoint.shards import ParameterSource
 from kilotok.train.cli import main as train
 from kilotok.train.config import QATRecipe
+from kilotok.train.qat import QATModule
 from kilotok.train.recipe import load_recipe
 from kilotok.train.sharding import materialize
 
@@ -51,6 +53,11 @@ def run_cli(*args: object) -> subprocess.CompletedProcess[str]:
     return result
 
 
+def on_two_ranks(recipe: Path, *more: str, run: Path, **how: Any) -> None:
+    """The same without the imports of new interpreters (how: as `command_on_ranks`)."""
+    command_on_ranks(train, ["qat", str(recipe), *more, *TWO, "--run", str(run)], world=2, folder=run.with_name(f"{run.name}-ranks"), **how)
+
+
 def losses(run: Path) -> list[float]:
     return [float(r["loss"]) for r in csv.DictReader((run / "metrics.csv").open())]
 
@@ -64,7 +71,7 @@ def exported(run: Path, out: Path) -> bytes:
 def test_two_ranks_reach_the_loss_of_one_over_fifty_steps(tiny_recipe: Path, tmp_path: Path) -> None:
     steps = ["--trainer.max_steps", "50", "--trainer.checkpoint_every_steps", "25"]
     assert train(["qat", str(tiny_recipe), *steps, "--run", str(tmp_path / "one")]) == 0
-    run_cli(tiny_recipe, *steps, *TWO, "--run", tmp_path / "two")
+    on_two_ranks(tiny_recipe, *steps, run=tmp_path / "two")
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     # fp32: the same gradients in another order of summation. AdamW divides by their size, so roundings of small ones grow with the steps.
     assert len(one) == len(two) == 50 and one[-1] < one[0]
@@ -89,17 +96,10 @@ def test_a_sharded_checkpoint_exports_to_the_bytes_of_the_same_weights_in_one_fi
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tiny_recipe: Path, tmp_path: Path) -> None:
-    run_cli(tiny_recipe, *TWO, "--run", tmp_path / "whole")
+    on_two_ranks(tiny_recipe, run=tmp_path / "whole")
     short = tmp_path / "short"
-    process = subprocess.Popen([sys.executable, "-m", "kilotok.train.cli", "qat", str(tiny_recipe), *TWO, "--run", str(short)],
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.time() + 200
-    while not list((short / "checkpoints").glob("step-*.ckpt")) and time.time() < deadline and process.poll() is None:
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if Run.open(short).step == 6:
-        pytest.fail("the run was over before it could be killed")
+    on_two_ranks(tiny_recipe, run=short, patch=stop_at(3, module=QATModule), exit_code=-signal.SIGKILL)
+    assert Run.open(short).step == 2
     assert train(["qat", str(tiny_recipe), *FSDP, "--trainer.batch_size", "2", "--run", str(short), "--resume"]) == 0
     assert len(losses(short)) == 6
     # one rank adds the two rows' gradients in another order than two
@@ -116,8 +116,6 @@ def test_resume_with_other_rows_a_step_is_refused(tiny_recipe: Path, tmp_path: P
 
 
 def test_a_sharded_run_continues_to_the_bits_of_an_uninterrupted_one(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kilotok.train.qat import QATModule
-
     assert train(["qat", str(tiny_recipe), *FSDP, "--run", str(tmp_path / "whole")]) == 0
     real = QATModule.training_step
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from forked import Forked, start
 from safetensors.torch import load_file
 
 from kilotok.quant.checkpoint.run import Run
@@ -84,13 +85,15 @@ def test_accumulated_micro_batches_read_the_same_rows_as_one_batch(tiny_recipe: 
 
 
 @pytest.mark.xdist_group("ranks")
-def test_two_devices_read_the_rows_of_one_and_train_alike(tiny_recipe: Path, tmp_path: Path) -> None:
-    """Data-parallel over two CPU processes against one device with the joint batch; bounds as for accumulation above."""
-    common = [sys.executable, "-m", "kilotok.train.cli", "qat", str(tiny_recipe), "--trainer.max_steps", "2", "--trainer.checkpoint_every_steps", "1"]
-    for run, extra in (("one", ["--trainer.batch_size", "4"]), ("two", ["--trainer.devices", "2"])):
-        done = subprocess.run([*common, "--run", str(tmp_path / run), *extra], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("gap") == 2   # one table, its legend once
+def test_two_devices_read_the_rows_of_one_and_train_alike(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Data-parallel over two CPU processes, started by the command line, against one device with the joint batch; bounds as for accumulation above."""
+    common = ["qat", str(tiny_recipe), "--trainer.max_steps", "2", "--trainer.checkpoint_every_steps", "1"]
+    assert train([*common, "--run", str(tmp_path / "one"), "--trainer.batch_size", "4"]) == 0
+    command = [sys.executable, "-m", "kilotok.train.cli", *common, "--run", str(tmp_path / "two"), "--trainer.devices", "2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for printed in (capsys.readouterr().out, done.stdout):
+        assert printed.count("gap") == 2   # one table, its legend once
     a, b = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
     for name in a:
         difference = (a[name] - b[name]).abs()
@@ -98,21 +101,27 @@ def test_two_devices_read_the_rows_of_one_and_train_alike(tiny_recipe: Path, tmp
     assert len(list(csv.DictReader((tmp_path / "two" / "metrics.csv").open()))) == 2
 
 
-def test_kill_and_resume_gives_the_weights_of_an_uninterrupted_run(tiny_recipe: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kilotok.train.cli", "qat", str(tiny_recipe), "--trainer.max_steps", "40", "--trainer.checkpoint_every_steps", "5"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert subprocess.run([*command, "--run", str(whole)], capture_output=True).returncode == 0
-    process = subprocess.Popen([*command, "--run", str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.time() + 120
-    while not list((killed / "checkpoints").glob("step-*.ckpt")) and time.time() < deadline:
+def start_and_wait_for_a_checkpoint(command: list[str], run: Path, *, printed: Path) -> Forked:
+    process = start(train, [*command, "--run", str(run)], folder=printed)
+    deadline = time.monotonic() + 120
+    while not list((run / "checkpoints").glob("step-*.ckpt")) and process.is_running() and time.monotonic() < deadline:
         time.sleep(0.01)
+    return process
+
+
+def test_kill_and_resume_gives_the_weights_of_an_uninterrupted_run(
+        tiny_recipe: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["qat", str(tiny_recipe), "--trainer.max_steps", "40", "--trainer.checkpoint_every_steps", "5"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert train([*command, "--run", str(whole)]) == 0
+    process = start_and_wait_for_a_checkpoint(command, killed, printed=tmp_path_factory.mktemp("printed"))
     os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    assert process.wait() == -signal.SIGKILL
     stopped = Run.open(killed)
     assert 0 < stopped.step < 40 and json.loads((killed / "meta.json").read_text())["status"] == "running"
-    resumed = subprocess.run([*command, "--run", str(killed), "--resume"], capture_output=True, text=True)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "resuming from step-" in resumed.stdout
+    capsys.readouterr()
+    assert train([*command, "--run", str(killed), "--resume"]) == 0
+    assert "resuming from step-" in capsys.readouterr().out
     a, b = weights_of(whole), weights_of(killed)
     assert a.keys() == b.keys()
     assert [n for n in a if not torch.equal(a[n], b[n])] == []
@@ -218,15 +227,11 @@ def test_held_out_figures_while_training_go_to_the_csv(tiny_recipe: Path, tmp_pa
     assert float(rows[1]["heldout_kl"]) == final["kl"]
 
 
-def test_ctrl_c_says_how_to_go_on(tiny_recipe: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kilotok.train.cli", "qat", str(tiny_recipe), "--trainer.max_steps", "2000"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.time() + 120
-    while not list((tmp_path / "run" / "checkpoints").glob("step-*.ckpt")) and time.time() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=180)
-    assert process.returncode == 130 and "--resume" in error.splitlines()[-1]
+def test_ctrl_c_says_how_to_go_on(tiny_recipe: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    command = ["qat", str(tiny_recipe), "--trainer.max_steps", "2000"]
+    process = start_and_wait_for_a_checkpoint(command, tmp_path / "run", printed=tmp_path_factory.mktemp("printed"))
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait() == 130 and "--resume" in process.stderr.read_text().splitlines()[-1]
 
 
 def test_a_write_that_fails_half_way_leaves_the_earlier_checkpoint(
