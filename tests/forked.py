@@ -1,4 +1,5 @@
-"""Commands in processes of their own without the seconds that a new interpreter takes to import torch, transformers and Lightning: forked.
+"""Commands in processes of their own without the seconds that a new interpreter takes to import torch, transformers and Lightning: forked from one
+that has imported them and done nothing else, so that no thread or lock of a test is copied.
 
 For what needs a process, such as a signal or a limit, and is not about how the command is started. What a new interpreter does is shown by the
 tests that start one: the command line of several devices, `kilotok train`, the demo.
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Main = Callable[[list[str]], int]
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["kilotok.train.cli", "kilotok.train.qat_run", "kilotok.train.distill", "kilotok.runtime.cli", "kilotok.runtime.serve"])
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,16 @@ class Forked:
         return status
 
 
-def start(main: Main, args: list[str], *, folder: Path, before: Callable[[], None] = lambda: None) -> Forked:
-    """`main(args)` in a forked process. before: what the process does first. folder: of the two files."""
+def do_nothing() -> None:
+    """What most processes do first."""
+
+
+def start(main: Main, args: list[str], *, folder: Path, before: Callable[[], None] = do_nothing) -> Forked:
+    """`main(args)` in a forked process. before: what the process does first, a function of a module. folder: of the two files."""
     folder.mkdir(exist_ok=True)
     for name in ("stdout", "stderr"):
         (folder / name).write_text("")
-    started = Forked(multiprocessing.get_context("fork").Process(target=_run, args=(main, args, folder, before)), folder / "stdout", folder / "stderr")
+    started = Forked(SERVER.Process(target=_run, args=(main, args, folder, before)), folder / "stdout", folder / "stderr")
     started.process.start()
     return started
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -327,16 +328,17 @@ def test_too_little_room_is_refused_before_writing(
     assert_nothing_left(tmp_path, before=before)
 
 
+def limit_files(kilobytes: int) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1000, kilobytes * 1000))
+
+
 @pytest.mark.parametrize("kilobytes", [100, 500])
 def test_a_disk_that_fills_up_while_writing_leaves_nothing(
         run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, kilobytes: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The kernel refuses writes beyond a file-size limit (as a full disk refuses them) in a process of its own."""
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1000, kilobytes * 1000))
-
     before = set(tmp_path.rglob("*"))
-    done = start(kilotok, ["export", str(run[0]), str(tmp_path / "out")], folder=tmp_path_factory.mktemp("printed"), before=limit)
+    done = start(kilotok, ["export", str(run[0]), str(tmp_path / "out")], folder=tmp_path_factory.mktemp("printed"), before=partial(limit_files, kilobytes))
     assert (status := done.wait()) == 2, f"{status}: {done.stderr.read_text()}"
     assert "Free some space" in done.stderr.read_text()
     assert_nothing_left(tmp_path, before=before)
