@@ -15,7 +15,7 @@ Legend: T positions of a step, V vocabulary, F tapped features (taps times hidde
 Source: Leviathan et al. 2023 for draft and verify; DFlash, arXiv 2602.06036, for the anchor and the masked slots.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -30,6 +30,7 @@ class TargetStep(NamedTuple):
 
     logits_TV: Tensor       # row t predicts the token after the t-th one read; the last row alone if asked so
     features_TF: Tensor     # tapped layer outputs of every token read, in order of the taps
+    tokens_T: tuple[int, ...] | None = None   # its picks of those rows, where it makes them itself; None: they are made from the logits
 
 
 class Target(Protocol):
@@ -102,6 +103,25 @@ class Round:
         return self.num_drafted if self.num_positions is None else self.num_positions
 
 
+class Read(NamedTuple):
+    """A wish of the loop: `Target.read`."""
+
+    ids: Sequence[int]
+    last_logits_only: bool
+    sampling: Sampling      # of the picks, for a target that makes them
+
+
+class ReadTree(NamedTuple):
+    """A wish of the loop: `TreeTarget.read_tree`."""
+
+    anchor: int
+    tree: DraftTree
+    sampling: Sampling
+
+
+Loop = Generator[Read | ReadTree | Round, TargetStep | None, None]
+
+
 def generate(
     target: Target, *, prompt: Sequence[int], drafter: Drafter | None, sampling: Sampling, max_tokens: int, eos_ids: Collection[int],
     tree_budget: int | None = None,
@@ -113,6 +133,31 @@ def generate(
     Errors: ValueError for an empty prompt, one that leaves no room for a token, max_tokens or tree_budget below 1, or a tree without
         a drafter; NotImplementedError for a tree with a target or drafter that knows none.
     """
+    loop = wishes(target, prompt=prompt, drafter=drafter, sampling=sampling, max_tokens=max_tokens, eos_ids=eos_ids, tree_budget=tree_budget)
+    event = next(loop, None)
+    while event is not None:
+        step = None
+        if isinstance(event, Round):
+            yield event
+        elif isinstance(event, Read):
+            step = target.read(event.ids, last_logits_only=event.last_logits_only)
+        else:
+            assert isinstance(target, TreeTarget), "checked before the first wish"
+            step = target.read_tree(event.anchor, event.tree)
+        try:
+            event = loop.send(step)
+        except StopIteration:
+            return
+
+
+def wishes(
+    target: Target, *, prompt: Sequence[int], drafter: Drafter | None, sampling: Sampling, max_tokens: int, eos_ids: Collection[int],
+    tree_budget: int | None = None,
+) -> Loop:
+    """The loop of `generate` for whoever reads for it: yields what the target shall read and is sent its step; yields rounds and is sent None.
+
+    So the reads of several loops can be one step of a model. The target is asked for its lengths, `rewind` and `keep` only.
+    """
     if max_tokens < 1:
         raise ValueError(f"max_tokens: must be at least 1; got {max_tokens}.")
     if not prompt:
@@ -120,8 +165,8 @@ def generate(
     if len(prompt) >= target.max_length:
         raise ValueError(f"prompt: {len(prompt)} tokens leave no room in a context of {target.max_length}. Shorten the prompt.")
     trees = None if tree_budget is None else _tree_pair(target, drafter, tree_budget=tree_budget)
-    step = target.read(prompt, last_logits_only=True)
-    (anchor,) = choose_tokens(step.logits_TV[-1:], first_position=target.length, sampling=sampling)
+    step = _sent((yield Read(prompt, True, sampling)))
+    anchor = _pick(step, -1, position=target.length, sampling=sampling)
     done = 1
     yield Round(tokens=(anchor,), num_drafted=0, num_accepted=0, is_prefill=True, stopped=anchor in eos_ids)
     if drafter is not None:
@@ -133,11 +178,11 @@ def generate(
         on_tree = trees if count > 0 else None
         if on_tree is not None and tree_budget is not None:
             tree = on_tree[1].propose_tree(anchor, count=count, budget=tree_budget, sampling=sampling)
-            step = on_tree[0].read_tree(anchor, tree)
+            step = _sent((yield ReadTree(anchor, tree, sampling)))
         else:
             tree = chain(drafter.propose(anchor, count=count, sampling=sampling) if drafter is not None and count > 0 else ())
-            step = target.read((anchor, *tree.token_ids))
-        tokens, path = _walk(step.logits_TV, tree, first_position=start + 1, sampling=sampling, eos_ids=eos_ids)
+            step = _sent((yield Read((anchor, *tree.token_ids), False, sampling)))
+        tokens, path = _walk(step, tree, first_position=start + 1, sampling=sampling, eos_ids=eos_ids)
         committed = path[:len(tokens) - 1]   # the newest token is the next anchor: not read yet, also when it was a proposal that ends the text
         if on_tree is not None:
             on_tree[0].keep(committed)
@@ -151,16 +196,29 @@ def generate(
                     num_positions=None if on_tree is None else count)
 
 
-def _walk(logits_TV: Tensor, tree: DraftTree, *, first_position: int, sampling: Sampling, eos_ids: Collection[int]) -> tuple[list[int], list[int]]:
+def _sent(step: TargetStep | None) -> TargetStep:
+    assert step is not None, "a wish is answered with the target's step"
+    return step
+
+
+def _pick(step: TargetStep, row: int, *, position: int, sampling: Sampling) -> int:
+    """The target's token at `position`, which a row of its step predicts."""
+    if step.tokens_T is not None:
+        return step.tokens_T[row]
+    (token,) = choose_tokens(step.logits_TV[row].unsqueeze(0), first_position=position, sampling=sampling)
+    return token
+
+
+def _walk(step: TargetStep, tree: DraftTree, *, first_position: int, sampling: Sampling, eos_ids: Collection[int]) -> tuple[list[int], list[int]]:
     """(the target's own picks, the nodes that they accept): down to the first pick that is no child, or ends the sequence.
 
-    Shapes: logits_TV [1 + nodes, V], row 0 the anchor's.
+    step: 1 + nodes rows, row 0 the anchor's.
     """
     tokens: list[int] = []
     path: list[int] = []
     while True:
         at = path[-1] if path else ANCHOR
-        tokens += choose_tokens(logits_TV[at + 1:at + 2], first_position=first_position + len(path), sampling=sampling)
+        tokens.append(_pick(step, at + 1, position=first_position + len(path), sampling=sampling))
         child = tree.child(at, tokens[-1])
         if child is not None:
             path.append(child)

@@ -15,7 +15,10 @@ from ..dflash.export import export_draft
 from ..dflash.inspect import inspect_draft
 from ..quant.checkpoint import export_run, inspect_directory
 from ..quant.checkpoint.run import RUN_METADATA, Run, read_meta
-from .loading import DTYPES, load_served
+from .bench import BenchOptions, bench_engine
+from .executors import DEVICES, DTYPES, EXECUTORS
+from .loading import load_served
+from .shapes import SHAPES
 from .validate import ValidateOptions, validate
 
 
@@ -24,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["train"]:
         return _exec_train(args[1:])
-    parser = argparse.ArgumentParser(prog="kilotok", description="MXFP4 experts, a DFlash draft head, a server: export, inspect, serve, validate.")
+    parser = argparse.ArgumentParser(prog="kilotok", description="MXFP4 experts, a DFlash draft head, a server: export, inspect, serve, validate, bench.")
     parser.add_argument("--version", action="version", version=f"kilotok {_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="write a run's weights as a Hugging Face directory with packed experts")
@@ -40,9 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     serve.add_argument("--name", help="the model's name for clients; default: the directory's")
     serve.add_argument("--no-draft", action="store_true", help="decode without the draft head")
     serve.add_argument("--tree-budget", type=int, help="decode with draft trees of so many nodes, unless a request says otherwise; default: chains")
-    serve.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    _add_executor(serve)
     serve.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on cpu, bfloat16 on cuda")
-    serve.add_argument("--max-running", type=int, default=8, help="requests decoded in turns; the others wait (default 8)")
+    serve.add_argument("--max-running", type=int, default=8, help="requests decoded together or in turns; the others wait (default 8)")
     serve.add_argument("--threads", type=int, help="of torch on the CPU; default: torch's")
     check = commands.add_parser("validate", help="measure a served directory: lossless, acceptance, tokens/s, quality; writes a report")
     check.add_argument("out", type=Path, help="directory of `kilotok export` with a draft head in dflash/")
@@ -56,7 +59,16 @@ def main(argv: list[str] | None = None) -> int:
     check.add_argument("--temperature", type=float, default=defaults.temperature, help=f"of the sampled requests (default {defaults.temperature})")
     check.add_argument("--price-per-hour", type=float, help="of the machine, for the cost of a million tokens")
     check.add_argument("--threads", type=int)
-    check.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    _add_executor(check)
+    bench = commands.add_parser("bench", help="measure this machine: a decode step of the persistent kernel")
+    engine = bench.add_subparsers(dest="bench", required=True).add_parser("engine", help="a decode step, phase by phase, against the bytes it must read")
+    step = BenchOptions(model="")
+    engine.add_argument("model", help=f"{', '.join(SHAPES)} (random weights), or a directory of `kilotok export`")
+    engine.add_argument("--columns", type=int, nargs="+", default=list(step.columns), help="live token columns of a step, 1..64 (default 1 8)")
+    engine.add_argument("--per-sequence", type=int, default=step.per_sequence, help="columns of a sequence, up to 8; more than one verifies a draft")
+    engine.add_argument("--context", type=int, default=step.context, help="tokens of every sequence (default 512)")
+    engine.add_argument("--layers", type=int, help="only so many, for a quick look")
+    engine.add_argument("--seed", type=int, default=step.seed)
     commands.add_parser("train", help="the `train` command, for systems where that name is taken", add_help=False)
     options = parser.parse_args(args)
     try:
@@ -67,6 +79,9 @@ def main(argv: list[str] | None = None) -> int:
         elif options.command == "validate":
             fields = {k: v for k, v in vars(options).items() if k != "command"}
             return 0 if validate(ValidateOptions(**fields))["ok"] else 1
+        elif options.command == "bench":
+            bench_engine(BenchOptions(model=options.model, columns=tuple(options.columns), per_sequence=options.per_sequence, context=options.context,
+                                      layers=options.layers, seed=options.seed))
         else:
             print(inspect_directory(options.directory), flush=True)   # also where the draft beside it is damaged
             print(inspect_draft(options.directory / DRAFT_DIRECTORY))
@@ -79,6 +94,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _add_executor(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--executor", choices=EXECUTORS, default="auto",
+                         help="reference: plain torch; persistent: the resident kernel, on an sm_90 GPU; auto: persistent where it runs (default)")
+    command.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where the persistent executor runs, else cpu (default)")
 
 
 def _version() -> str:
@@ -125,10 +146,11 @@ def _serve(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     with bind(options.host, options.port) as sock:
         served = load_served(options.out, name=options.name, use_draft=not options.no_draft, device=options.device, dtype=options.dtype,
-                             tree_budget=options.tree_budget)
-        print(served.description["draft"], flush=True)
-        print(f"{served.name}: {served.description['executor']}, {served.description['device']}, {served.description['dtype']}; "
-              f"{served.description['column_rule']}", flush=True)
+                             tree_budget=options.tree_budget, executor=options.executor, max_running=options.max_running)
+        said = served.description
+        print(said["draft"], flush=True)
+        print(f"{served.name}: {said['executor']}, {said['device']}, {said['dtype']}; {said['column_rule']}; this executor because {said['executor_reason']}",
+              flush=True)
         serve(served, sock=sock, max_running=options.max_running)
 
 

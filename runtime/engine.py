@@ -1,8 +1,8 @@
 """The engine: requests in, rounds of tokens out.
 
-One worker thread owns the executor. Every live request has its own sequence, drafter and draft-verify loop; the worker
-gives each in turn one round, so a long answer does not hold up a short one. Nothing is batched over requests: this engine
-drives the reference executor, which is the embedded default and the oracle.
+One worker thread owns the executor. Every live request has its own sequence, drafter and draft-verify loop. On an executor that
+reads one sequence at a time (the reference, which is the embedded default and the oracle) the worker gives each in turn one round, so a long
+answer does not hold up a short one. On one whose steps take columns of several sequences a turn is a step, and requests share it (batching.py).
 """
 
 import logging
@@ -10,10 +10,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from ..dflash.generate import Drafter, Round, Target, generate
+from ..dflash.generate import Drafter, Round, Target, generate, wishes
 from ..dflash.sampling import Sampling
+from .batching import BatchExecutor, Task, run_turn
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Engine:
         if max_running < 1:
             raise ValueError(f"engine: max_running must be at least 1; got {max_running}.")
         self.executor, self.make_drafter, self.max_running = executor, make_drafter, max_running
+        self._batch = executor if isinstance(executor, BatchExecutor) else None
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()
         self._num_running = 0
@@ -130,13 +132,16 @@ class Engine:
                         self._changed.wait()
                     if self._closed:
                         break
-                    while self._waiting and len(live) < self.max_running:
+                    while self._next_fits(live):
                         live.append(_Live(self._waiting.popleft()))
                     self._num_running = len(live)
-                first = live[0]
-                if self._advance(first):
-                    live.append(first)
-                live.pop(0)
+                if self._batch is not None:
+                    live = self._step_together(self._batch, live)
+                else:
+                    first = live[0]
+                    if self._advance(first):
+                        live.append(first)
+                    live.pop(0)
                 self._num_running = len(live)
         except BaseException as error:   # the worker must not die without a word
             self._failure = f"{type(error).__name__}: {error}"
@@ -146,15 +151,75 @@ class Engine:
                 left = [*(one.ticket for one in live), *self._waiting]
                 self._waiting.clear()
                 self._num_running = 0
+            for one in live:
+                one.close()
             for ticket in left:
                 _tell(ticket, Finished(reason="error" if self._failure else "cancelled", error=self._failure))
 
-    def _start(self, request: Request) -> Iterator[Round]:
+    def _next_fits(self, live: list["_Live"]) -> bool:
+        """Whether the first that waits can run beside these; where sequences share memory, whatever length they grow to."""
+        if not self._waiting or len(live) >= self.max_running:
+            return False
+        requests = [*(one.ticket.request for one in live), self._waiting[0].request]
+        return self._batch is None or self._batch.fits([len(r.prompt) + r.max_tokens for r in requests])
+
+    def _how(self, request: Request) -> dict[str, Any]:
+        """Of a request, what the draft-verify loop is told."""
         drafter = self.make_drafter() if request.decode in ("draft", "tree") and self.make_drafter is not None else None
         budget = (request.tree_budget or drafter.num_drafts) if request.decode == "tree" and drafter is not None else None
-        target = self.executor.open(one_column=request.decode == "plain_one_column")
-        return generate(target, prompt=request.prompt, drafter=drafter, sampling=request.sampling, max_tokens=request.max_tokens,
-                        eos_ids=request.eos_ids, tree_budget=budget)
+        return {"prompt": request.prompt, "drafter": drafter, "sampling": request.sampling, "max_tokens": request.max_tokens, "eos_ids": request.eos_ids,
+                "tree_budget": budget}
+
+    def _start(self, request: Request) -> Iterator[Round]:
+        how = self._how(request)
+        return generate(self.executor.open(one_column=request.decode == "plain_one_column"), **how)
+
+    def _step_together(self, executor: BatchExecutor, live: list["_Live"]) -> list["_Live"]:
+        """One turn of all requests; those that go on, the ones that took part behind the others."""
+        for one in live:
+            if one.ticket.cancelled.is_set():
+                _tell(one.ticket, Finished(reason="cancelled"))
+                one.over = True
+            elif one.task is None:
+                self._open(executor, one)
+        by_task = {one.task: one for one in live if not one.over and one.task is not None}
+
+        def stopped() -> bool:
+            return self._closed or self._next_fits(live) or any(one.ticket.cancelled.is_set() for one in by_task.values())
+
+        took_part = [by_task[task] for task in run_turn(executor, list(by_task), stopped=stopped)] if by_task else []
+        for one in took_part:
+            self._report(one)
+        for one in live:
+            if one.over:
+                one.close()
+        return [one for one in live if not one.over and one not in took_part] + [one for one in took_part if not one.over]
+
+    def _open(self, executor: BatchExecutor, one: "_Live") -> None:
+        """A request's sequence and loop."""
+        request = one.ticket.request
+        try:
+            how = self._how(request)
+            target = executor.open(one_column=request.decode == "plain_one_column")
+        except Exception as error:
+            _fail(one.ticket, error)
+            one.over = True
+            return
+        one.task = Task(target, wishes(target, **how), max_tokens=request.max_tokens, is_plain=how["drafter"] is None)
+        if one.task.wanted is None:
+            self._report(one)
+
+    def _report(self, one: "_Live") -> None:
+        """Tell a listener what its request has committed, and how it ended if it did."""
+        assert one.task is not None, "only a request that was opened has something to report"
+        rounds = one.task.take_rounds()
+        for done in rounds:
+            _tell(one.ticket, done)
+        if one.task.error is not None:
+            _fail(one.ticket, one.task.error)
+        elif one.task.wanted is None:
+            _tell(one.ticket, Finished(reason="stop" if rounds and rounds[-1].stopped else "length"))
+        one.over = one.task.wanted is None
 
     def _advance(self, one: "_Live") -> bool:
         """One round of a request; False when it is over."""
@@ -167,8 +232,7 @@ class Engine:
                 one.rounds = self._start(ticket.request)
             done = next(one.rounds, None)
         except Exception as error:   # one bad request must not take the others down
-            logger.exception("a request failed")
-            _tell(ticket, Finished(reason="error", error=f"{type(error).__name__}: {error}"))
+            _fail(ticket, error)
             return False
         if done is None:
             _tell(ticket, Finished(reason="length"))
@@ -181,10 +245,21 @@ class Engine:
 
 @dataclass(eq=False)
 class _Live:
-    """A request in its turn; its rounds start with its first turn."""
+    """A request in its turn; its rounds, or its task where requests share steps, start with its first turn."""
 
     ticket: Ticket
     rounds: Iterator[Round] | None = None
+    task: Task | None = None
+    over: bool = False
+
+    def close(self) -> None:
+        if self.task is not None:
+            self.task.target.close()
+
+
+def _fail(ticket: Ticket, error: Exception) -> None:
+    logger.error("a request failed", exc_info=error)
+    _tell(ticket, Finished(reason="error", error=f"{type(error).__name__}: {error}"))
 
 
 def _tell(ticket: Ticket, event: Event) -> None:

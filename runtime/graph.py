@@ -23,6 +23,7 @@ class ModelGraph:
     vocab_size: int
     max_length: int                    # tokens of context
     tied_head: bool                    # the head is the embedding
+    has_qk_norm: bool = True           # queries and keys have RMS norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class LayerWeights:
 
     attention_norm: Tensor
     qkv: Tensor              # [(H + 2 G) K, D]
-    qk_norm: Tensor          # [H + G, K]: the queries' norm H times, the keys' G times
+    qk_norm: Tensor | None   # [H + G, K]: the queries' norm H times, the keys' G times
     out: Tensor
     experts_norm: Tensor
     router: Tensor           # [E, D]

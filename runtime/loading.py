@@ -9,30 +9,30 @@ from ..dflash.checkpoint import DRAFT_DIRECTORY, read_config, read_draft, requir
 from ..dflash.drafter import DFlashDrafter
 from ..quant.checkpoint import end_token_ids
 from .engine import MAX_TREE_BUDGET
+from .executors import choose_executor, load_best_executor
+from .reference import ReferenceExecutor
 from .server.served import Served
-from .weights import load_executor, read_json
+from .weights import read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def load_served(out: Path, *, name: str | None, use_draft: bool, device: str, dtype: str | None,
-                tree_budget: int | None = None) -> Served:
+                tree_budget: int | None = None, executor: str = "auto", max_running: int = 8) -> Served:
     """Load a directory of `kilotok export` and the draft head in its dflash/, if there is one and it is wanted.
 
-    dtype: of weights and activations; None: float32 on a CPU, bfloat16 on a GPU.
+    device, executor: see `choose_executor`. dtype: of weights and activations; None: float32 on a CPU, bfloat16 on a GPU.
     tree_budget: nodes of draft trees, which requests then get unless they say otherwise; None: chains.
+    max_running: requests at a time, for which the persistent executor has room.
     Errors: ValueError for a draft made for another target, naming both; FileNotFoundError, ValueError and NotImplementedError for a
         directory that cannot be served.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: cuda asked for, but torch sees no CUDA device. Use cpu, or install a CUDA build of torch.")
     if tree_budget is not None and not 1 <= tree_budget <= MAX_TREE_BUDGET:
         raise ValueError(f"tree_budget: must lie in 1..{MAX_TREE_BUDGET}; got {tree_budget}. Leave it out for chains.")
-    kind = DTYPES[dtype or ("bfloat16" if device == "cuda" else "float32")]
     if not out.is_dir():
         raise FileNotFoundError(f"{out.absolute()}: no such directory. Give a directory written by `kilotok export`.")
     config = read_json(out / "config.json")
+    choice = choose_executor(out, executor=executor, device=device, dtype=dtype)
     draft_dir = out / DRAFT_DIRECTORY
     has_draft = draft_dir.exists()   # a file of that name is no draft, and says so on reading
     record = target_record(out)
@@ -47,19 +47,20 @@ def load_served(out: Path, *, name: str | None, use_draft: bool, device: str, dt
     if not any((out / name).is_file() for name in TOKENIZER_FILES):
         raise FileNotFoundError(f"{out}: no tokenizer ({' or '.join(TOKENIZER_FILES)}). transformers would make an empty one up: copy the model's own.")
     tokenizer = AutoTokenizer.from_pretrained(out)
-    executor = load_executor(out, device=device, dtype=kind, taps=taps)
+    runs, reason = load_best_executor(out, choice, dtype=dtype, taps=taps, num_slots=max_running, may_fall_back=executor == "auto")
     make_drafter = None
     if taps:
-        draft = read_draft(draft_dir, dtype=kind).to(device)
+        draft = read_draft(draft_dir, dtype=runs.embedding_VD.dtype).to(runs.device)
 
         def make_drafter() -> DFlashDrafter:
-            return DFlashDrafter(draft, embedding_VD=executor.embedding_VD, head_VD=executor.head_VD)
+            return DFlashDrafter(draft, embedding_VD=runs.embedding_VD, head_VD=runs.head_VD)
 
     sha256 = record["sha256"]
     served_name = name or out.resolve().name
+    kind = "" if isinstance(runs, ReferenceExecutor) else "persistent-"    # whose last bits are others
     return Served(
-        name=served_name, executor=executor, make_drafter=make_drafter, tokenizer=tokenizer,
-        eos_ids=end_token_ids(out), max_length=executor.max_length, tree_budget=tree_budget,
-        fingerprint=f"{sha256[:12]}-{executor.description['dtype']}",
-        description={**executor.description, "model": served_name, "weights_sha256": sha256, "max_length": executor.max_length, "draft": fit,
+        name=served_name, executor=runs, make_drafter=make_drafter, tokenizer=tokenizer,
+        eos_ids=end_token_ids(out), max_length=runs.max_length, tree_budget=tree_budget,
+        fingerprint=f"{sha256[:12]}-{kind}{runs.description['dtype']}",
+        description={**runs.description, "executor_reason": reason, "model": served_name, "weights_sha256": sha256, "max_length": runs.max_length, "draft": fit,
                      "threads": torch.get_num_threads()})

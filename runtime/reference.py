@@ -86,7 +86,8 @@ class ReferenceExecutor:
         apart.read(ids[:head + 3])
         first = together.read(ids[head + 3:])
         single = [apart.read([i]) for i in ids[head + 3:]]
-        return all(torch.equal(first[part], torch.cat([s[part] for s in single])) for part in (0, 1))
+        return (torch.equal(first.logits_TV, torch.cat([s.logits_TV for s in single]))
+                and torch.equal(first.features_TF, torch.cat([s.features_TF for s in single])))
 
 
 class ReferenceSequence:
@@ -202,7 +203,9 @@ class ReferenceSequence:
         g, layer = self.executor.graph, self.executor.weights.layers[index]
         rows, groups, repeat, k = h.shape[0], g.num_kv_heads, g.num_heads // g.num_kv_heads, g.head_dim
         query_key, value = F.linear(h, layer.qkv).view(rows, g.num_heads + 2 * groups, k).split((g.num_heads + groups, groups), dim=1)
-        query, key = rotate(rms_norm(query_key, layer.qk_norm, g.rms_eps), step).split((g.num_heads, groups), dim=1)
+        if layer.qk_norm is not None:
+            query_key = rms_norm(query_key, layer.qk_norm, g.rms_eps)
+        query, key = rotate(query_key, step).split((g.num_heads, groups), dim=1)
         keys, values = self._cache[index]
         keys[:, step.start:step.start + step.count] = key[step.live].transpose(0, 1)
         values[:, step.start:step.start + step.count] = value[step.live].transpose(0, 1)

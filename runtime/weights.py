@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..quant.archs import check_model_dir, find_arch
 from ..quant.checkpoint import CheckpointReader, packed_stems, read_exported_experts, read_packed
+from ..quant.tensor import MXFP4Tensor
 from .archs import graph_of
 from .graph import LayerWeights, ModelGraph, ModelWeights
 from .reference import ReferenceExecutor
@@ -39,54 +40,99 @@ def load_executor(directory: Path, *, device: str, dtype: torch.dtype, taps: tup
     return ReferenceExecutor(graph, read_weights(directory, graph=graph, config=config, device=device, dtype=dtype), taps=taps)
 
 
-def read_weights(directory: Path, *, graph: ModelGraph, config: dict[str, Any], device: str, dtype: torch.dtype) -> ModelWeights:
-    reader = CheckpointReader(directory)
-    arch = find_arch(config["model_type"], where=str(directory))
-    stems = packed_stems(reader)
-    packed = read_exported_experts(directory, arch=arch) if config.get("quantization_config") is not None else None
+class CheckpointTensors:
+    """A directory's tensors by what they are in a graph, as stored.
 
-    def get(name: str, *shape: int) -> Tensor:
-        tensor = reader.get(name)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{directory}: {name} has shape {tuple(tensor.shape)}; its config.json asks for {shape}. They do not belong together.")
-        return tensor.to(device, dtype)
+    Errors: ValueError for a tensor of another shape than the graph's.
+    """
 
-    def unpacked(name: str) -> Tensor:
-        """Experts that are not in MXFP4: a plain checkpoint's, or those a plan keeps at higher precision."""
+    def __init__(self, directory: Path, *, graph: ModelGraph, config: dict[str, Any]) -> None:
+        self.directory, self.graph = directory, graph
+        self.arch = find_arch(config["model_type"], where=str(directory))
+        self.reader = CheckpointReader(directory)
+        self.packed = read_exported_experts(directory, arch=self.arch) if config.get("quantization_config") is not None else {}
+        self._stems = packed_stems(self.reader)
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        tensor = self.reader.get(name)
+        self._require(name, tensor.shape, shape)
+        return tensor
+
+    def dense(self, layer: int) -> dict[str, Tensor | None]:
+        """A layer's tensors apart from its experts, by their names in LayerWeights."""
+        g, at = self.graph, f"model.layers.{layer}.self_attn"
+        d, k = g.hidden_size, g.head_dim
+        rows = {"q": g.num_heads * k, "k": g.num_kv_heads * k, "v": g.num_kv_heads * k}
+        norms = None
+        if g.has_qk_norm:
+            norms = torch.cat([self.get(f"{at}.{n}_norm.weight", k).expand(heads, k) for n, heads in (("q", g.num_heads), ("k", g.num_kv_heads))])
+        return {"attention_norm": self.get(f"model.layers.{layer}.input_layernorm.weight", d),
+                "qkv": torch.cat([self.get(f"{at}.{n}_proj.weight", rows[n], d) for n in rows]), "qk_norm": norms,
+                "out": self.get(f"{at}.o_proj.weight", d, rows["q"]),
+                "experts_norm": self.get(f"model.layers.{layer}.post_attention_layernorm.weight", d),
+                "router": self.get(f"{self.arch.disk_module(f'model.layers.{layer}.mlp.gate')}.weight", g.num_experts, d)}
+
+    def packed_experts(self, layer: int, leaf: str) -> MXFP4Tensor | None:
+        """gate_up_proj or down_proj in MXFP4; None where a plain checkpoint, or a plan, has them in higher precision."""
+        name = self._name(layer, leaf)
+        found = self.packed.get(name)
+        if found is not None:
+            self._require(name, found.shape, self._shape(leaf))
+        return found
+
+    def experts(self, layer: int, leaf: str) -> Tensor:
+        """gate_up_proj [E, 2 F, D] or down_proj [E, D, F], however they are stored."""
+        packed = self.packed_experts(layer, leaf)
+        if packed is not None:
+            return packed.dequantize(dtype=torch.bfloat16)
+
         def part(name: str) -> Tensor:
             stem = name.removesuffix(".weight")
-            return read_packed(reader, stem, fmt=stems[stem]) if stem in stems else reader.get(name)
+            return read_packed(self.reader, stem, fmt=self._stems[stem]) if stem in self._stems else self.reader.get(name)
 
-        return torch.stack([torch.cat([part(p) for p in parts]) for parts in arch.disk_names(name, num_experts=graph.num_experts)])
+        name = self._name(layer, leaf)
+        fused = torch.stack([torch.cat([part(p) for p in parts]) for parts in self.arch.disk_names(name, num_experts=self.graph.num_experts)])
+        self._require(name, fused.shape, self._shape(leaf))
+        return fused
 
-    def experts(name: str, *shape: int) -> Tensor:
-        """A fused expert weight, [E, out, in]."""
-        if packed is not None:
-            fused = packed[name].dequantize(dtype=torch.bfloat16) if name in packed else unpacked(name)
-        else:
-            fused = unpacked(name)
-        if tuple(fused.shape) != shape:
-            raise ValueError(f"{directory}: {name} has shape {tuple(fused.shape)}; its config.json asks for {shape}. They do not belong together.")
-        return _inputs_outermost(fused.to(device, dtype))
+    @property
+    def embedding(self) -> Tensor:
+        return self.get("model.embed_tokens.weight", self.graph.vocab_size, self.graph.hidden_size)
 
-    d, k, e, f = graph.hidden_size, graph.head_dim, graph.num_experts, graph.expert_hidden
-    q_rows, kv_rows = graph.num_heads * k, graph.num_kv_heads * k
+    @property
+    def norm(self) -> Tensor:
+        return self.get("model.norm.weight", self.graph.hidden_size)
+
+    @property
+    def head(self) -> Tensor | None:
+        """None: the embedding."""
+        return None if self.graph.tied_head else self.get("lm_head.weight", self.graph.vocab_size, self.graph.hidden_size)
+
+    def _name(self, layer: int, leaf: str) -> str:
+        return f"model.layers.{layer}.mlp.experts.{leaf}"
+
+    def _shape(self, leaf: str) -> tuple[int, int, int]:
+        g = self.graph
+        return (g.num_experts, 2 * g.expert_hidden, g.hidden_size) if leaf == "gate_up_proj" else (g.num_experts, g.hidden_size, g.expert_hidden)
+
+    def _require(self, name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if tuple(got) != expected:
+            raise ValueError(f"{self.directory}: {name} has shape {tuple(got)}; its config.json asks for {expected}. They do not belong together.")
+
+
+def read_weights(directory: Path, *, graph: ModelGraph, config: dict[str, Any], device: str, dtype: torch.dtype) -> ModelWeights:
+    tensors = CheckpointTensors(directory, graph=graph, config=config)
+
+    def to(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype)
+
+    def matrix(tensor: Tensor) -> Tensor:
+        """The same [..., out, in] values, stored so that a product with few rows reads them in order (a quarter faster on a CPU)."""
+        return to(tensor).mT.contiguous().mT
+
     layers = []
     for i in range(graph.num_layers):
-        at, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-        layers.append(LayerWeights(
-            attention_norm=get(f"model.layers.{i}.input_layernorm.weight", d),
-            qkv=_inputs_outermost(torch.cat(
-                [get(f"{at}.q_proj.weight", q_rows, d), get(f"{at}.k_proj.weight", kv_rows, d), get(f"{at}.v_proj.weight", kv_rows, d)])),
-            qk_norm=torch.cat([get(f"{at}.q_norm.weight", k).expand(graph.num_heads, k), get(f"{at}.k_norm.weight", k).expand(graph.num_kv_heads, k)]),
-            out=_inputs_outermost(get(f"{at}.o_proj.weight", d, q_rows)),
-            experts_norm=get(f"model.layers.{i}.post_attention_layernorm.weight", d), router=get(f"{mlp}.gate.weight", e, d),
-            gate_up=experts(f"{mlp}.experts.gate_up_proj", e, 2 * f, d), down=experts(f"{mlp}.experts.down_proj", e, d, f)))
-    embedding = get("model.embed_tokens.weight", graph.vocab_size, d)
-    head = embedding if graph.tied_head else get("lm_head.weight", graph.vocab_size, d)
-    return ModelWeights(embedding=embedding, layers=tuple(layers), norm=get("model.norm.weight", d), head=_inputs_outermost(head))
-
-
-def _inputs_outermost(weight: Tensor) -> Tensor:
-    """The same [..., out, in] values, stored so that a product with few rows reads them in order (a quarter faster on a CPU)."""
-    return weight.mT.contiguous().mT
+        dense = {name: None if t is None else matrix(t) if name in ("qkv", "out") else to(t) for name, t in tensors.dense(i).items()}
+        layers.append(LayerWeights(**dense, gate_up=matrix(tensors.experts(i, "gate_up_proj")), down=matrix(tensors.experts(i, "down_proj"))))  # type: ignore[arg-type]
+    embedding, head = to(tensors.embedding), tensors.head
+    return ModelWeights(embedding=embedding, layers=tuple(layers), norm=to(tensors.norm), head=matrix(embedding if head is None else head))

@@ -78,14 +78,17 @@ def activate_ref(gate: Tensor, up: Tensor, *, activation: Activation) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(CLAMP_ALPHA * gate)
 
 
-def gate_up_sums_ref(x_TD: Tensor, weights: ExpertWeights, routing: Routing, *, dtype: torch.dtype = torch.float64) -> Tensor:
+def gate_up_sums_ref(x_TD: Tensor, weights: ExpertWeights, routing: Routing, *, dtype: torch.dtype = torch.float64,
+                     dequantized: Tensor | None = None) -> Tensor:
     """Gate and up before the bias and the activation, [M, C, 2, F]; dead columns are zeros.
+
+    dequantized: of `weights_of`, in `dtype`, where a caller keeps it.
 
     Errors: ValueError for activations or a routing of other sizes than the weights. Other dtypes than bf16 are taken as they are.
     """
     check_routing("gate_up_ref", routing, num_layers=1, num_experts=weights.num_experts, num_tokens=len(x_TD), like=x_TD)
     require("gate_up_ref", "x", x_TD, (len(x_TD), weights.hidden_size), x_TD.dtype, like=x_TD)
-    packed = weights_of(weights.gate_up, dtype=dtype)
+    packed = weights_of(weights.gate_up, dtype=dtype) if dequantized is None else dequantized
     sums = x_TD.new_zeros(len(routing.experts_M), TILE_COLUMNS, 2, weights.channels, dtype=dtype)
     for tile in range(int(routing.num_tiles)):
         live = routing.pairs_MC[tile] >= 0
@@ -95,26 +98,28 @@ def gate_up_sums_ref(x_TD: Tensor, weights: ExpertWeights, routing: Routing, *, 
     return sums
 
 
-def gate_up_ref(x_TD: Tensor, weights: ExpertWeights, routing: Routing, *, dtype: torch.dtype = torch.float64) -> Tensor:
+def gate_up_ref(x_TD: Tensor, weights: ExpertWeights, routing: Routing, *, dtype: torch.dtype = torch.float64,
+                dequantized: Tensor | None = None) -> Tensor:
     """Activated channels, bf16 [M, C, F], from sums in `dtype`; dead columns are zeros.
 
     Numerics: one rounding, to bf16, at the end. Errors: as `gate_up_sums_ref`.
     """
-    sums = gate_up_sums_ref(x_TD, weights, routing, dtype=dtype)
+    sums = gate_up_sums_ref(x_TD, weights, routing, dtype=dtype, dequantized=dequantized)
     if weights.gate_up_bias_E2F is not None:
         sums += weights.gate_up_bias_E2F.to(dtype)[routing.experts_M.long().clamp(min=0)][:, None]
     inter = activate_ref(sums[..., 0, :], sums[..., 1, :], activation=weights.activation)
     return torch.where((routing.pairs_MC >= 0)[..., None], inter, 0.0).to(torch.bfloat16)
 
 
-def down_ref(inter_MCF: Tensor, weights: ExpertWeights, routing: Routing, *, dtype: torch.dtype = torch.float64) -> Tensor:
+def down_ref(inter_MCF: Tensor, weights: ExpertWeights, routing: Routing, *, dtype: torch.dtype = torch.float64,
+             dequantized: Tensor | None = None) -> Tensor:
     """The layer's output [T, D] in `dtype`: each token's weighted down products, added by rank.
 
     Errors: ValueError for a routing of another number of experts than the weights.
     """
     num_tokens, per_token = len(routing.num_experts_T), routing.num_experts_per_token
     check_routing("down_ref", routing, num_layers=1, num_experts=weights.num_experts, num_tokens=num_tokens, like=inter_MCF)
-    packed = weights_of(weights.down, dtype=dtype)
+    packed = weights_of(weights.down, dtype=dtype) if dequantized is None else dequantized
     partials = inter_MCF.new_zeros(num_tokens * per_token, weights.hidden_size, dtype=dtype)
     for tile in range(int(routing.num_tiles)):
         live, expert = routing.pairs_MC[tile] >= 0, int(routing.experts_M[tile])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..mx.format import MX_BLOCK_SIZE
-from ..mx.layouts import FragmentWeight, choose_layout, pack_fragments
+from ..mx.layouts import MAX_STEPS, FragmentWeight, choose_layout, pack_fragments
 
 Activation = Literal["silu", "clamped_swiglu"]
 PairOrder = Literal["split", "interleaved"]
@@ -76,13 +76,14 @@ def take_channels(gate_up: Tensor, down: Tensor, *, channels: slice, order: Pair
 
 def pack_experts(
     *, gate_up_blocks: Tensor, gate_up_scales: Tensor, down_blocks: Tensor, down_scales: Tensor, order: PairOrder, activation: Activation,
-    gate_up_bias_EG: Tensor | None = None, down_bias_ED: Tensor | None = None, rank: int = 0, world_size: int = 1,
+    gate_up_bias_EG: Tensor | None = None, down_bias_ED: Tensor | None = None, rank: int = 0, world_size: int = 1, max_steps: int = MAX_STEPS,
 ) -> ExpertWeights:
     """Checkpoint order to what the products read.
 
     Shapes: gate_up_blocks uint8 [E, 2F, D / 32, 16], gate_up_scales [E, 2F, D / 32]; down_blocks [E, D, F / 32, 16], down_scales
         [E, D, F / 32]; gate_up_bias_EG [E, 2F] in the order of the rows, down_bias_ED [E, D]. F is the whole layer's.
     order: `split` has gate rows before up rows, `interleaved` (gpt-oss) has them in turn.
+    max_steps: of `choose_layout`.
     Numerics: with several ranks only rank 0 adds the down bias, so that the sum over ranks has it once.
     """
     where = "pack_experts"
@@ -111,6 +112,6 @@ def pack_experts(
         down_bias = down_bias_ED.float().contiguous() if rank == 0 else torch.zeros_like(down_bias_ED, dtype=torch.float32)
     width = mine.stop - mine.start
     return ExpertWeights(
-        gate_up=pack_fragments(gate_up_blocks, gate_up_scales, layout=choose_layout(2 * width, hidden), pairs=order),
-        down=pack_fragments(down_blocks.contiguous(), down_scales.contiguous(), layout=choose_layout(hidden, width)),
+        gate_up=pack_fragments(gate_up_blocks, gate_up_scales, layout=choose_layout(2 * width, hidden, max_steps=max_steps), pairs=order),
+        down=pack_fragments(down_blocks.contiguous(), down_scales.contiguous(), layout=choose_layout(hidden, width, max_steps=max_steps)),
         activation=activation, gate_up_bias_E2F=gate_up_bias, down_bias_ED=down_bias)

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..graph import ModelGraph
-from . import qwen3_moe
+from . import mixtral, qwen3_moe
 
-GRAPHS: tuple[tuple[str, Callable[[dict[str, Any], str], ModelGraph]], ...] = (("qwen3_moe", qwen3_moe.graph),)
+GRAPHS: tuple[tuple[str, Callable[[dict[str, Any], str], ModelGraph]], ...] = (("qwen3_moe", qwen3_moe.graph), ("mixtral", mixtral.graph))
 
 
 def graph_of(config: dict[str, Any], *, where: str) -> ModelGraph:

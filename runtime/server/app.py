@@ -37,7 +37,7 @@ class Service:
 
     def __init__(self, served: Served, *, engine: Engine) -> None:
         self.served, self.engine = served, engine
-        self.metrics = Metrics(model_name=served.name, engine=engine)
+        self.metrics = Metrics(model_name=served.name, engine=engine, executor=str(served.description["executor"]))
         self._created = int(time.time())
         self._live: set[Generation] = set()
         self._encoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encoding")   # one: a tokenizer has settings that a call may change

@@ -21,11 +21,13 @@ logger = logging.getLogger(__name__)
 class Metrics:
     """Counts of one server, in a registry of its own."""
 
-    def __init__(self, *, model_name: str, engine: Engine) -> None:
+    def __init__(self, *, model_name: str, engine: Engine, executor: str) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._num_drafts = self._num_accepted = 0
         self._warned = False
+        info = Gauge("kilotok:executor_info", "Always 1; the label says what computes", ("model_name", "executor"), registry=self.registry)
+        info.labels(model_name, executor).set(1)
         self._gauge("vllm:num_requests_running", "Requests in the engine's turn").set_function(lambda: engine.num_running)
         self._gauge("vllm:num_requests_waiting", "Requests that wait for their turn").set_function(lambda: engine.num_waiting)
         self._gauge("kilotok:acceptance_length", "Tokens a draft yields on average, the bonus included").set_function(lambda: self.acceptance_length)

@@ -263,7 +263,7 @@ def _transport_error(http: Any) -> type[Exception]:
     return error
 
 
-def serve_command(out: Path, *, device: str, threads: int | None) -> list[str]:
+def serve_command(out: Path, *, device: str, executor: str, threads: int | None) -> list[str]:
     """The server of this installation, on a free port."""
-    command = [sys.executable, "-m", "kilotok.runtime.cli", "serve", str(out), "--port", "0", "--device", device]
+    command = [sys.executable, "-m", "kilotok.runtime.cli", "serve", str(out), "--port", "0", "--device", device, "--executor", executor]
     return command if threads is None else [*command, "--threads", str(threads)]

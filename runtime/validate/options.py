@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..executors import DEVICES, EXECUTORS
+
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions:
@@ -19,7 +21,8 @@ class ValidateOptions:
     temperature: float = 0.8               # of the sampled requests
     price_per_hour: float | None = None    # of the machine, any currency; None: no cost is printed
     threads: int | None = None             # of torch, in the server and for the quality; None: torch decides
-    device: str = "cpu"                    # cpu or cuda
+    device: str = "auto"                   # cpu, cuda, or auto: cuda where the persistent executor runs
+    executor: str = "auto"                 # of the server: reference, persistent, or auto
 
     def __post_init__(self) -> None:
         for name, least in (("prompts_per_domain", 1), ("max_tokens", 2), ("quality_tokens", 1)):   # one token has no decode speed
@@ -31,5 +34,6 @@ class ValidateOptions:
             raise ValueError(f"validate.temperature: must lie in (0, 100]; got {self.temperature}. Greedy decoding is measured in any case.")
         if self.price_per_hour is not None and not 0 <= self.price_per_hour < math.inf:
             raise ValueError(f"validate.price_per_hour: must be a price; got {self.price_per_hour}.")
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"validate.device: must be cpu or cuda; got {self.device!r}.")
+        for name, known in (("device", DEVICES), ("executor", EXECUTORS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"validate.{name}: must be one of {', '.join(known)}; got {getattr(self, name)!r}.")

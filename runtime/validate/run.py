@@ -13,6 +13,7 @@ from ...dflash.checkpoint import DRAFT_DIRECTORY, HELDOUT_PROMPTS
 from ...dflash.metrics import counts_of
 from ...quant.archs import check_model_dir, load_tokenizer
 from ...quant.checkpoint import CheckpointReader
+from ..executors import choose_executor
 from ..weights import load_executor
 from .client import Client, has_text_by, serve_command, start_server
 from .figures import cost, failures_of, summarize
@@ -44,17 +45,18 @@ def validate(options: ValidateOptions, *, command: Sequence[str] | None = None) 
     prompts = choose(rows, per_domain=options.prompts_per_domain)
     no_draft = None if (out / DRAFT_DIRECTORY / "config.json").is_file() else f"no draft head in {out.name}/{DRAFT_DIRECTORY}"
     parent = find_parent(out, given=options.parent)
+    choice = choose_executor(out, executor=options.executor, device=options.device)
     tokenizer = load_tokenizer(out)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with (
-        start_server(command or serve_command(out, device=options.device, threads=options.threads)) as server,
+        start_server(command or serve_command(out, device=choice.device, executor=options.executor, threads=options.threads)) as server,
         Client(server, has_text=has_text_by(tokenizer)) as client,
     ):
         health = client.health()
         answers = run_probes(client, prompts, modes=modes_for(has_draft=no_draft is None), max_tokens=options.max_tokens, temperature=options.temperature)
     figures = summarize(answers, no_draft=no_draft)
-    quality = _quality(options, prompts=prompts, parent=parent, tokenizer=tokenizer)
+    quality = _quality(options, device=choice.device, prompts=prompts, parent=parent, tokenizer=tokenizer)
     failures = [*failures_of(figures), *([f"quality: {reason_of(quality)}"] if reason_of(quality) == NOT_FINITE else [])]
     report: dict[str, Any] = {
         "ok": not failures, "failures": failures, **figures,
@@ -62,8 +64,8 @@ def validate(options: ValidateOptions, *, command: Sequence[str] | None = None) 
         "sizes": sizes(out, no_draft=no_draft),
         "settings": {"prompts": str(path), "prompts_in_file": len(rows), "prompts_asked": len(prompts), "max_tokens": options.max_tokens,
                      "temperature": options.temperature, "top_p": TOP_P, "quality_tokens": options.quality_tokens,
-                     "quality_dtype": str(_quality_dtype(options.device)).removeprefix("torch.")},
-        "provenance": describe(out, device=options.device, threads=options.threads, health=health),
+                     "quality_dtype": str(_quality_dtype(choice.device)).removeprefix("torch.")},
+        "provenance": describe(out, device=choice.device, threads=options.threads, health=health),
         "requests": [{**asdict(a), "rounds": [counts_of(r) for r in a.rounds]} for a in answers]}
     if options.price_per_hour is not None:
         report["cost"] = cost(figures["speed"], price_per_hour=options.price_per_hour)
@@ -72,14 +74,14 @@ def validate(options: ValidateOptions, *, command: Sequence[str] | None = None) 
     return report
 
 
-def _quality(options: ValidateOptions, *, prompts: Sequence[Prompt], parent: Path | str, tokenizer: Any) -> dict[str, Any]:
+def _quality(options: ValidateOptions, *, device: str, prompts: Sequence[Prompt], parent: Path | str, tokenizer: Any) -> dict[str, Any]:
     """Target and parent on the reference executor of this process."""
     if all(p.reference is None for p in prompts):
         return dict(not_measured("no held-out row has a reference"))
-    dtype = _quality_dtype(options.device)
-    executor = load_executor(options.out, device=options.device, dtype=dtype)
+    dtype = _quality_dtype(device)
+    executor = load_executor(options.out, device=device, dtype=dtype)
     texts = render(prompts, tokenizer=tokenizer, max_length=executor.max_length)
-    parent_logits = _logits_of(load_executor(parent, device=options.device, dtype=dtype)) if isinstance(parent, Path) else None
+    parent_logits = _logits_of(load_executor(parent, device=device, dtype=dtype)) if isinstance(parent, Path) else None
     sums = measure_texts(texts, target=_logits_of(executor), parent=parent_logits, max_tokens=options.quality_tokens)
     if not sums:
         return dict(not_measured("every reference text has a single token"))

@@ -125,8 +125,8 @@ def _trees(report: Report) -> Table:
     return Table(title="Chain against tree", header=header, rows=tuple(rows),
                  note=f"'draft' is the chain, one proposal a position. A tree has the same number of proposals, a wide tree {WIDE_TREE_BUDGET}, spread over "
                       "several candidates a position. 'Verified a round' is the mean of the tokens the target reads, the anchor included; a chain is shortened "
-                      "near the end of a text, a tree is not. The reference executor reads a tree path by path, so the speed of trees there says nothing of "
-                      "trees elsewhere.")
+                      "near the end of a text, a tree is not. Both executors read a tree path by path, so the speed of trees here says nothing of trees "
+                      "elsewhere.")
 
 
 def _speed(report: Report) -> Table:

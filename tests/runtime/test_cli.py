@@ -45,7 +45,7 @@ def test_train_is_reached_through_kilotok(tmp_path: Path) -> None:
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert left_with(["--version"], 0, capsys) == "kilotok 0.1.0\n"
     text = left_with(["--help"], 0, capsys)
-    assert "{export,inspect,serve,validate,train}" in text
+    assert "{export,inspect,serve,validate,bench,train}" in text
     flat = " ".join(text.split())
     for line in ("export write a run's weights", "inspect print what a checkpoint", "serve an OpenAI-compatible server", "validate measure a served",
                  "train the `train` command"):
@@ -53,9 +53,9 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("command", "options"), [
-    ("serve", {"--help", "--host", "--port", "--name", "--no-draft", "--device", "--dtype", "--max-running", "--tree-budget", "--threads"}),
+    ("serve", {"--help", "--host", "--port", "--name", "--no-draft", "--device", "--executor", "--dtype", "--max-running", "--tree-budget", "--threads"}),
     ("validate", {"--help", "--prompts", "--parent", "--report", "--prompts-per-domain", "--max-tokens", "--quality-tokens", "--temperature",
-                  "--price-per-hour", "--threads", "--device"}),
+                  "--price-per-hour", "--threads", "--device", "--executor"}),
     ("export", {"--help", "--parent"}), ("inspect", {"--help"})])
 def test_the_options_of_every_command(command: str, options: set[str], capsys: pytest.CaptureFixture[str]) -> None:
     text = left_with([command, "--help"], 0, capsys)
@@ -66,6 +66,7 @@ def test_the_options_of_every_command(command: str, options: set[str], capsys: p
     ([], "required: command"), (["export", "run"], "required: out"), (["serve"], "required: out"), (["validate"], "required: out"),
     (["server", "out"], "invalid choice: 'server'"), (["serve", "out", "--port", "x"], "invalid int value: 'x'"),
     (["serve", "out", "--dtype", "float16"], "invalid choice: 'float16'"), (["serve", "out", "--device", "tpu"], "invalid choice: 'tpu'"),
+    (["serve", "out", "--executor", "fast"], "invalid choice: 'fast'"),
     (["serve", "out", "--draft"], "unrecognized arguments: --draft")])
 def test_arguments_that_do_not_fit(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in left_with(args, 2, capsys)
@@ -97,12 +98,14 @@ def test_options_of_serve_reach_the_loader(loading: Recorder, capsys: pytest.Cap
     try:
         assert kilotok(["serve", "somewhere", "--port", "0"]) == 2 and torch.get_num_threads() == threads
         assert kilotok(["serve", "x", "--port", "0", "--name", "n", "--no-draft", "--device", "cuda", "--dtype", "bfloat16", "--threads", "3",
-                        "--tree-budget", "15"]) == 2
+                        "--tree-budget", "15", "--executor", "persistent", "--max-running", "3"]) == 2
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)
-    assert loading.calls == [(Path("somewhere"), {"name": None, "use_draft": True, "device": "cpu", "dtype": None, "tree_budget": None}),
-                             (Path("x"), {"name": "n", "use_draft": False, "device": "cuda", "dtype": "bfloat16", "tree_budget": 15})]
+    assert loading.calls == [(Path("somewhere"), {"name": None, "use_draft": True, "device": "auto", "dtype": None, "tree_budget": None,
+                                                   "executor": "auto", "max_running": 8}),
+                             (Path("x"), {"name": "n", "use_draft": False, "device": "cuda", "dtype": "bfloat16", "tree_budget": 15,
+                                           "executor": "persistent", "max_running": 3})]
     assert capsys.readouterr().err == "error: loaded\n" * 2
 
 
@@ -132,13 +135,23 @@ def test_a_directory_that_cannot_be_served_is_one_line(tmp_path: Path, capsys: p
         kilotok(args)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no GPU")
+def test_the_persistent_executor_without_a_gpu_is_one_line(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["serve", str(out), "--port", "0"], ["serve", str(out), "--port", "0", "--device", "cpu"]):
+        assert kilotok([*command, "--executor", "persistent"]) == 2
+        written = capsys.readouterr()
+        assert written.out == "" and written.err.startswith("error: executor: the persistent one needs an NVIDIA GPU of compute capability 9.0 (H100, H200)")
+        assert written.err.endswith(". Take --executor auto or reference.\n") and written.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_served_model_answers_and_ends_well_on_a_signal(out: Path, number: signal.Signals, tmp_path: Path) -> None:
-    server = start(kilotok, ["serve", str(out), "--port", "0", "--name", "tiny", "--threads", "1"], folder=tmp_path)
+    server = start(kilotok, ["serve", str(out), "--port", "0", "--name", "tiny", "--threads", "1", "--executor", "reference"], folder=tmp_path)
     try:
         lines = server.first_lines(3)
         assert lines[0] == "draft: none in dflash/; plain decoding"
         assert lines[1].startswith("tiny: reference (plain torch), cpu, float32; tiles of 8 columns, ")
+        assert lines[1].endswith("; this executor because it was asked for")
         url = lines[2].removeprefix("kilotok serve: listening on ")
         asked = {"model": "tiny", "prompt": "def f(x):", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/completions", timeout=WAIT_S, json=asked)
@@ -166,11 +179,11 @@ def test_options_and_result_of_validate(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cli, "validate", lambda options: asked.append(options) or {"ok": next(ok)})
     assert kilotok(["validate", "o"]) == 0
     options = ["--prompts", "p", "--parent", "q", "--report", "r", "--prompts-per-domain", "1", "--max-tokens", "2", "--quality-tokens", "3",
-               "--temperature", "0.5", "--price-per-hour", "4", "--threads", "5", "--device", "cuda"]
+               "--temperature", "0.5", "--price-per-hour", "4", "--threads", "5", "--device", "cuda", "--executor", "reference"]
     assert kilotok(["validate", "o", *options]) == 1   # a failure was found
     assert asked == [ValidateOptions(out=Path("o")), ValidateOptions(
         out=Path("o"), prompts=Path("p"), parent=Path("q"), report=Path("r"), prompts_per_domain=1, max_tokens=2, quality_tokens=3, temperature=0.5,
-        price_per_hour=4.0, threads=5, device="cuda")]
+        price_per_hour=4.0, threads=5, device="cuda", executor="reference")]
 
 
 def test_an_interrupt_is_one_word(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

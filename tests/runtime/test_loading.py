@@ -75,6 +75,7 @@ def test_without_a_draft(out: Path) -> None:
     assert served.fingerprint == f"{sha256[:12]}-float32"
     rule = served.description.pop("column_rule")
     assert rule.startswith("tiles of 8 columns, cache chunks of 128, a token in ")
+    assert served.description.pop("executor_reason") == "the persistent one does not run: the device is cpu"
     assert served.description == {
         "executor": "reference (plain torch)", "device": "cpu", "dtype": "float32", "model": "served-model", "weights_sha256": sha256, "max_length": 512,
         "draft": "draft: none in dflash/; plain decoding", "threads": torch.get_num_threads()}
@@ -193,7 +194,7 @@ def test_a_family_that_is_exported_but_does_not_run(family: str, tmp_path: Path,
     AutoTokenizer.from_pretrained(exports["parent"]).save_pretrained(tmp_path / "parent")
     out = export_experts(tmp_path / "parent", tmp_path / "out")
     refused(out, NotImplementedError,
-            f"^{out}: the reference executor runs qwen3_moe; got model_type '{family}'\\. Other families need one file in runtime/archs/; ")
+            f"^{out}: the reference executor runs qwen3_moe, mixtral; got model_type '{family}'\\. Other families need one file in runtime/archs/; ")
 
 
 @pytest.mark.parametrize(("key", "value"), [

@@ -339,7 +339,7 @@ def test_metrics_of_a_known_sequence() -> None:
         "vllm:spec_decode_num_draft_tokens_total": 18, "vllm:spec_decode_num_accepted_tokens_total": 8, "kilotok:acceptance_length": 1 + 8 / 3,
         "vllm:request_success_total[length]": 2, "vllm:request_success_total[stop]": 0, "vllm:request_success_total[abort]": 0,
         "vllm:request_success_total[error]": 0, "vllm:time_to_first_token_seconds_count": 2, "vllm:e2e_request_latency_seconds_count": 2,
-        "vllm:time_per_output_token_seconds_count": 13, "vllm:num_requests_running": 0, "vllm:num_requests_waiting": 0,
+        "vllm:time_per_output_token_seconds_count": 13, "vllm:num_requests_running": 0, "vllm:num_requests_waiting": 0, "kilotok:executor_info[fake]": 1,
         **{f"vllm:spec_decode_num_accepted_tokens_per_pos_total[{i}]": (2, 2, 2, 2, 0, 0, 0)[i] for i in range(7)}}
     assert {name: values[name] for name in expected} == expected
     assert 0 < values["vllm:time_to_first_token_seconds_sum"] < values["vllm:e2e_request_latency_seconds_sum"]

@@ -79,7 +79,7 @@ def test_rows_are_spread_evenly_over_each_domain() -> None:
     ("prompts_per_domain", 0, "at least 1; got 0"), ("max_tokens", 1, "at least 2; got 1"), ("quality_tokens", 0, "at least 1; got 0"),
     ("threads", 0, "at least 1; got 0"), ("temperature", 0.0, r"lie in \(0, 100\]; got 0.0"), ("temperature", float("nan"), "got nan"),
     ("price_per_hour", -1.0, "must be a price; got -1.0"), ("price_per_hour", float("inf"), "must be a price; got inf"),
-    ("device", "tpu", "cpu or cuda; got 'tpu'"),
+    ("device", "tpu", "one of auto, cpu, cuda; got 'tpu'"), ("executor", "fast", "one of auto, reference, persistent; got 'fast'"),
 ])
 def test_options_are_checked(field: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=rf"^validate\.{field}: .*{message}"):

@@ -117,19 +117,19 @@ class FragmentLayout:
         return self.num_bytes - self.rows * self.depth // MX_BLOCK_SIZE * (MX_BLOCK_SIZE // 2 + 1)
 
 
-def choose_layout(rows: int, depth: int, *, num_warps: int = NUM_WARPS) -> FragmentLayout:
+def choose_layout(rows: int, depth: int, *, num_warps: int = NUM_WARPS, max_steps: int = MAX_STEPS) -> FragmentLayout:
     """The layout of least bytes; among equals the fewest warps along the input that leave each at most 4 steps, else the fewest steps.
 
-    Fewer warps along the input mean fewer partial sums; more than 4 steps cost registers.
+    Fewer warps along the input mean fewer partial sums; more than 4 steps cost registers. max_steps: what the kernel has registers for.
     """
     depth_steps = max(1, -(-depth // STEP_DEPTH))
     candidates = []
     for power in range(num_warps.bit_length()):
         num_steps = -(-depth_steps // (1 << power))
-        if num_steps <= MAX_STEPS:
+        if num_steps <= max_steps:
             candidates.append(FragmentLayout(rows=rows, depth=depth, depth_warps=1 << power, num_steps=num_steps, num_warps=num_warps))
     if not candidates:
-        raise NotImplementedError(f"choose_layout: the input of {num_warps} warps is at most {num_warps * MAX_STEPS * STEP_DEPTH} columns; got {depth}. "
+        raise NotImplementedError(f"choose_layout: the input of {num_warps} warps is at most {num_warps * max_steps * STEP_DEPTH} columns; got {depth}. "
                                   "Use more warps.")
     return min(candidates, key=lambda c: (c.num_bytes, c.num_steps > 4, c.depth_warps if c.num_steps <= 4 else -c.depth_warps))
 

@@ -1,0 +1,57 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Where all programs of a resident step wait for each other.
+
+A counter whose top bit turns when all have come, as in `moe/layer.py`: it needs no reset and may wrap. The wait is bounded. A program that polls in vain
+for `polls` rounds (about 0.7 us each) sets the fault word and goes on with whatever is there; the others look at the fault word now and then while they
+poll, so that after one fault all of them run to their ends at once instead of waiting out every barrier of the model. What such a step gives is not
+valid, and the host says so.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..moe.stream import cta_barrier, program
+
+SECONDS_OF_POLLS = 1 << 20          # in a second and less: a poll is one trip to L2
+_LOOK_EVERY = 1024                  # polls between two looks at the fault word
+# Operands: gave up; the counter, what it was, the thread, the fault word, the most polls. One thread polls; the barrier behind passes the acquire on.
+_WAIT_PTX = gl.constexpr(f"""{{
+.reg .pred p; .reg .b32 now, polls;
+mov.u32 $0, 0; mov.u32 polls, 0;
+setp.ne.u32 p, $3, 0;
+@p bra DONE;
+POLL:
+ld.acquire.gpu.global.u32 now, [$1];
+xor.b32 now, now, $2;
+setp.lt.s32 p, now, 0;
+@p bra DONE;
+add.u32 polls, polls, 1;
+and.b32 now, polls, {_LOOK_EVERY - 1};
+setp.ne.u32 p, now, 0;
+@p bra POLL;
+ld.relaxed.gpu.global.u32 now, [$4];
+setp.ne.u32 p, now, 0;
+@p bra GIVE_UP;
+setp.lt.u32 p, polls, $5;
+@p bra POLL;
+GIVE_UP:
+mov.u32 $0, 1;
+DONE:
+bar.warp.sync 0xffffffff;
+}}""")
+
+
+@gluon.jit
+def step_barrier(barrier_ptr, fault_ptr, polls, PART: gl.constexpr, PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """Everything written before it by the consumers of any program can be read after it. All programs must be resident."""
+    cta_barrier()
+    number = program(NUM_WARPS) * PARTITIONS + PART
+    before = gl.atomic_add(barrier_ptr, gl.where(number == 0, -2147483648 - (PROGRAMS * PARTITIONS - 1), 1), sem="release", scope="gpu")
+    thread = gl.arange(0, NUM_WARPS * 32, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
+    zeros = thread * 0
+    ptx: gl.constexpr = _WAIT_PTX
+    gave_up = gl.inline_asm_elementwise(ptx, "=&r,l,r,r,l,r", [zeros.to(gl.int64) + barrier_ptr.to(gl.int64, bitcast=True), zeros + before, thread,
+                                                               zeros.to(gl.int64) + fault_ptr.to(gl.int64, bitcast=True), zeros + polls],
+                                        dtype=gl.int32, is_pure=False, pack=1)
+    gl.store(fault_ptr + zeros, gave_up, mask=gave_up != 0)
+    cta_barrier()

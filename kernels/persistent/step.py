@@ -1,0 +1,174 @@
+"""A whole decode step on a GPU: one resident kernel for several steps, or the same phases as launches that a CUDA graph can hold.
+
+`step_ref` is the twin of both, buffer by buffer; the two give the same bits. What lies in the state's buffers afterwards is what the phases left there.
+
+The resident kernel runs up to `num_steps` steps: the token that a column gives is its next input. Tokens reach the host while it runs, a row of a ring in
+pinned memory a step, and a word of the host ends it before its next step. A program that waits in vain for the others sets a fault, and the
+kernel ends; `check_fault` raises.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..moe.product import descriptors as expert_descriptors
+from ..moe.product import num_programs
+from .barrier import SECONDS_OF_POLLS
+from .dense import descriptor
+from .fragments import NUM_WARPS
+from .model import StepInputs, StepState, StepWeights
+from .plan import check_columns
+from .step_code import LAYER_STAMPS, PHASES, SHARED_BYTES, StepCode, layouts_of
+from .step_device import step_kernel
+from .step_memory import StepMemory
+from .step_ref import sample_ref
+
+LAYER_PHASES = ("qkv", "attention", "out", "router", "gate_up", "down", "add")
+_MAX_STEPS = 64
+
+
+class StepKernel:
+    """A model's step for one number of columns, with its descriptors and memory, ready to launch.
+
+    max_steps: rows of the token ring. polls: rounds that a program waits at a barrier, about 0.7 us each. profile: time every phase of the resident kernel.
+    Errors: NotImplementedError on anything but sm_90, or for a model that does not fit its registers or shared memory.
+    """
+
+    def __init__(self, weights: StepWeights, state: StepState, *, max_steps: int = _MAX_STEPS, polls: int = SECONDS_OF_POLLS, profile: bool = False) -> None:
+        where, device, shape = "StepKernel", weights.embedding_VD.device, weights.shape
+        if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+            raise NotImplementedError(f"{where}: the kernel is built for sm_90 (Hopper); got {device}. The twin (step_ref) runs anywhere.")
+        if state.shape != shape or state.residual_CD.device != device or state.residual_CD.dtype != torch.float32:
+            raise ValueError(f"{where}: state and weights must be of one model and device, the state in fp32; got a state on {state.residual_CD.device} in "
+                             f"{state.residual_CD.dtype}.")
+        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+        if limit < SHARED_BYTES:
+            raise NotImplementedError(f"{where}: a program takes up to {SHARED_BYTES} bytes of shared memory; this GPU gives {limit}. "
+                                      "The reference executor runs anywhere.")
+        self.weights, self.state, self.shape, self.max_steps, self.polls = weights, state, shape, max_steps, polls
+        self.programs = num_programs(device)
+        self.code = StepCode.of(shape, layouts=layouts_of(weights), num_columns=state.num_columns, programs=self.programs, profile=profile)
+        self._descriptors = (*(descriptor(weight) for weight in (weights.qkv, weights.out, weights.router, weights.head)),
+                             *self._expert_descriptors(weights))
+        self.memory = StepMemory.of(shape, self.code, max_steps=max_steps, device=device)
+        self.pointers = self.memory.pointers(weights, state)
+
+    def _expert_descriptors(self, weights: StepWeights) -> tuple[object, ...]:
+        up, down = self.code.expert_stages()
+        return *expert_descriptors(weights.experts.gate_up, up), *expert_descriptors(weights.experts.down, down)
+
+    def _arguments(self, code: StepCode, *, num_steps: int = 1, layer: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        table_width, cache_pages = self.state.pages_SP.shape[1], self.state.cache.shape[1]
+        return ((*self._descriptors, self.pointers, self.shape.num_layers, num_steps, table_width, cache_pages, self.polls, layer, len(self.shape.taps), code),
+                {"num_warps": NUM_WARPS, "launch_cooperative_grid": code.PHASE == "all"})
+
+    def _launch(self, code: StepCode, **numbers: int) -> None:
+        arguments, options = self._arguments(code, **numbers)
+        step_kernel[(self.programs,)](*arguments, **options)
+
+    def compile(self, phase: str = "all") -> Any:
+        """Build the resident kernel, or the launch of one phase, without running it: seconds the first time, then from Triton's cache."""
+        arguments, options = self._arguments(self.code.of_phase(phase))
+        return step_kernel.warmup(*arguments, grid=(self.programs,), **options)
+
+    # --- resident ---
+
+    def set_inputs(self, inputs: StepInputs, *, num_steps: int = 1) -> None:
+        """Take the columns of the next step. Inputs on the host are checked; on the device they are taken as they are.
+
+        Errors: ValueError for columns that are not runs inside the context, for the last of `num_steps` too; NotImplementedError for top_k and top_p in several
+            steps, as their tokens are the host's to pick (`sample_rest`).
+        """
+        words = inputs.words_8C
+        if words.shape != self.memory.words_8C.shape or words.dtype != torch.int32:
+            raise ValueError(f"StepKernel: inputs must be int32 {list(self.memory.words_8C.shape)}; got {words.dtype} {list(words.shape)}.")
+        if not 1 <= num_steps <= self.max_steps:
+            raise ValueError(f"StepKernel: num_steps must be 1 to {self.max_steps}, the rows of the token ring; got {num_steps}.")
+        if words.device.type == "cpu":
+            slots, positions = inputs.slots_C.tolist(), inputs.positions_C.tolist()
+            check_columns(slots, positions, max_length=self.shape.max_length, num_sequences=self.state.num_slots)
+            check_columns(slots, [p + num_steps - 1 for p in positions], max_length=self.shape.max_length, num_sequences=self.state.num_slots)
+            live = [slot for slot in slots if slot >= 0]
+            if num_steps > 1 and len(set(live)) < len(live):
+                raise ValueError("StepKernel: with several steps in a launch a sequence has one column; got several of one sequence. Run one step.")
+            if num_steps > 1 and self._rest(inputs):
+                raise NotImplementedError("StepKernel: several steps in a launch take greedy columns, or a temperature alone; top_k and top_p need one step a "
+                                          "launch, behind which sample_rest picks their tokens.")
+        self.memory.words_8C.copy_(words, non_blocking=True)
+
+    def run(self, inputs: StepInputs, *, num_steps: int = 1) -> None:
+        """Up to `num_steps` steps in one launch, fewer if `stop` is called; nothing is read back. Errors: as `set_inputs`."""
+        self.set_inputs(inputs, num_steps=num_steps)
+        self.memory.ring_count[0] = 0
+        self.memory.host_stop[0] = 0
+        self.relaunch(num_steps=num_steps)
+
+    def relaunch(self, *, num_steps: int = 1) -> None:
+        """`run` with what `set_inputs` took, and without clearing the words that host and device share."""
+        self._launch(self.code, num_steps=num_steps)
+
+    def stop(self) -> None:
+        """End a running kernel before its next step."""
+        self.memory.host_stop[0] = 1
+
+    def tokens_so_far(self) -> Tensor:
+        """Tokens that have arrived, int32 [steps, C], -1 in dead columns; does not wait."""
+        return self.memory.ring_tokens_NC[: int(self.memory.ring_count[0])].clone()
+
+    def check_fault(self) -> None:
+        """Wait for the device; raise if a program gave up waiting at a barrier, and make the memory ready again."""
+        if int(self.state.fault):
+            for tensor in (self.state.fault, self.state.barrier, self.state.attention.arrivals):
+                tensor.zero_()
+            raise RuntimeError("StepKernel: a program waited for the others at the grid barrier in vain and gave up; the step's results are not valid. "
+                               "Programs that cannot all be resident do this: is another kernel holding SMs?")
+
+    # --- launches ---
+
+    def phase(self, name: str, *, layer: int = 0) -> None:
+        """One phase of PHASES in a launch of its own, on the columns of `set_inputs`."""
+        if name not in PHASES:
+            raise ValueError(f"StepKernel: phase must be one of {', '.join(PHASES)}; got {name!r}.")
+        self._launch(self.code.of_phase(name), layer=layer)
+
+    def plan(self) -> list[tuple[str, int]]:
+        """The phases of a step in order, each with its layer."""
+        return [("embed", 0), *((name, layer) for layer in range(self.shape.num_layers) for name in LAYER_PHASES), ("head", 0), ("sample", 0), ("finish", 0)]
+
+    def launches(self) -> None:
+        """One step, a launch a phase. Can be captured in a CUDA graph, whose inputs are what `set_inputs` copied."""
+        for name, layer in self.plan():
+            self.phase(name, layer=layer)
+
+    def capture(self) -> torch.cuda.CUDAGraph:
+        """A CUDA graph of `launches`, run once before."""
+        self.launches()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.launches()
+        return graph
+
+    # --- what the device leaves to the host ---
+
+    def _rest(self, inputs: StepInputs) -> list[int]:
+        """Columns whose token takes another look at all logits."""
+        return [c for c, (slot, t, top_k, top_p) in enumerate(zip(inputs.slots_C.tolist(), inputs.temperatures_C.tolist(), inputs.top_ks_C.tolist(),
+                                                                  inputs.top_ps_C.tolist(), strict=True)) if slot >= 0 and t > 0 and (top_k > 0 or top_p < 1)]
+
+    def sample_rest(self, inputs: StepInputs) -> None:
+        """Behind a step: the tokens of columns with top_k or top_p, from their logits, into `next_C`. Waits for the device if there are any."""
+        seeds = inputs.seeds()
+        for c in self._rest(inputs):
+            self.state.next_C[c] = sample_ref(
+                self.state.logits_CV[c], temperature=float(inputs.temperatures_C[c]), top_p=float(inputs.top_ps_C[c]), top_k=int(inputs.top_ks_C[c]),
+                seed=seeds[c], position=int(inputs.positions_C[c]) + 1)
+
+    def phase_us(self) -> dict[str, float]:
+        """With `profile`: us of each phase of the last step, from the barrier before it to the one behind it, summed over layers; waits for the device."""
+        stamps = self.memory.stamps.tolist()
+        spans = [(b - a) / 1e3 for a, b in pairwise(stamps)]
+        return {name: sum(spans[i::LAYER_STAMPS][: self.shape.num_layers]) for i, name in enumerate(LAYER_PHASES)} | dict(
+            zip(("head", "sample", "finish"), spans[-3:], strict=True))

@@ -1,0 +1,248 @@
+"""The step kernel without a GPU: its composition in threads against the twin, its counts at the sizes of real models, and what the compiler makes of it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from moe_compile import mma_loops
+from step_checks import Case, check_ends, check_phases, check_resident
+from step_compile import SHAPES, build_step, layouts_of_shape
+from step_counts import count_stages
+from step_on_cpu import Kernel
+from torch import Tensor
+
+from kilotok.kernels.mx.layouts import choose_layout
+from kilotok.kernels.persistent import Heads, StepInputs, StepRef, StepShape, StepState, StepWeights
+from kilotok.kernels.persistent.step import LAYER_PHASES, StepKernel
+from kilotok.kernels.persistent.step_code import PHASES, SHARED_BYTES, StepCode, layouts_of
+from kilotok.kernels.persistent.step_memory import StepMemory
+from kilotok.kernels.sampling import gumbel_noise_ref
+
+PROGRAMS = 3
+SMALL = StepShape(hidden_size=96, num_layers=2, heads=Heads(num_heads=4, num_kv_heads=2, head_dim=32, rms_eps=1e-6), num_experts=8, experts_per_token=2,
+                  expert_hidden=64, normalize_router_weights=True, rms_eps=1e-6, rope_theta=1e4, vocab_size=100, max_length=512, taps=(0,))
+MODELS = {
+    "qk norm": SMALL,
+    "two sums of qkv": replace(SMALL, hidden_size=288, num_layers=1),
+    "no qk norm, tail heads": replace(SMALL, heads=Heads(num_heads=3, num_kv_heads=1, head_dim=32), hidden_size=160, num_experts=5, experts_per_token=3,
+                                      expert_hidden=96, normalize_router_weights=False, taps=()),
+}
+
+
+class OnCpu:
+    """The step kernel over weights and a state on the CPU, from poisoned memory."""
+
+    def __init__(self, shape: StepShape, *, num_columns: int = 8, programs: int = PROGRAMS, seed: int = 1) -> None:
+        self.weights, self.programs = StepWeights.random(shape, seed=seed, device="cpu", programs=programs), programs
+        self.state, self.twin_state = (state_of(shape, num_columns) for _ in range(2))
+        for name, tensor in vars(self.state).items():
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and name not in ("cos_NK", "sin_NK"):
+                tensor.fill_(torch.nan)
+        self.twin = StepRef(self.weights, self.twin_state)
+        self.code = StepCode.of(shape, layouts=layouts_of(self.weights), num_columns=num_columns, programs=programs)
+        self.memory = StepMemory.of(shape, self.code, max_steps=8, device="cpu")
+        self.pointers = self.memory.pointers(self.weights, self.state)
+        self.kernel = Kernel(programs)
+
+    def launch(self, *, num_steps: int = 1, phase: str = "all", layer: int = 0) -> None:
+        w, code = self.weights, self.code
+        experts = ((w.experts.gate_up, code.up), (w.experts.down, code.down))
+        descriptors = (*(m.words.view(-1, 256) for m in (w.qkv, w.out, w.router, w.head)),
+                       *(t for e, c in experts for t in (e.codes.view(-1, 256), e.scales.view(-1, c.SCALE_BOX))))
+        self.kernel.launch(descriptors, self.pointers, w.shape.num_layers, num_steps, self.state.pages_SP.shape[1], self.state.cache.shape[1], 1000, layer,
+                           len(w.shape.taps), code=code.of_phase(phase))
+
+    def launches(self) -> None:
+        self.launch(phase="embed")
+        for layer in range(self.weights.shape.num_layers):
+            for name in LAYER_PHASES:
+                self.launch(phase=name, layer=layer)
+        for name in ("head", "sample", "finish"):
+            self.launch(phase=name)
+
+
+def state_of(shape: StepShape, num_columns: int) -> StepState:
+    state = StepState.of(shape, num_columns=num_columns, num_slots=num_columns, num_pages=4 * num_columns, device="cpu")
+    state.pages_SP.copy_(torch.randperm(4 * num_columns, generator=torch.Generator().manual_seed(5), dtype=torch.int32).view(num_columns, -1))
+    return state
+
+
+def inputs_of(columns: dict[int, tuple[int, int, int]], *, num_columns: int = 8) -> StepInputs:
+    """columns: by place, (token id, slot, position)."""
+    inputs = StepInputs.dead(num_columns)
+    for column, (token, slot, position) in columns.items():
+        inputs.set(column, token_id=token, slot=slot, position=position)
+    return inputs
+
+
+def assert_like_the_twin(run: OnCpu, live: Tensor) -> None:
+    """Live columns within fp32 rounding, a bf16 neighbour now and then; dead ones as they were."""
+    for name in ("residual_CD", "qkv_CW", "mixed_CW", "normed_CD", "router_logits_CE", "logits_CV", "features_CXD"):
+        got, expected = getattr(run.state, name), getattr(run.twin_state, name)[live].float()
+        if expected.numel():
+            error = float((got[live].float() - expected).norm() / expected.norm())
+            assert error <= 2e-3, f"{name}: relative error {error:.1e}"
+            assert bool(got[~live].isnan().all()), f"{name}: a dead column was written"
+    assert run.state.next_C[live].tolist() == run.twin_state.next_C[live].tolist()
+    assert run.state.distinct_L.tolist() == run.twin_state.distinct_L.tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_resident_steps_are_the_twins(name: str) -> None:
+    """Three steps in one launch, of three sequences and dead columns between them; tokens arrive in the host's ring."""
+    run = OnCpu(MODELS[name])
+    inputs = inputs_of({0: (5, 1, 0), 2: (7, 2, 0), 5: (9, 0, 0)})
+    run.memory.words_8C.copy_(inputs.words_8C)
+    run.launch(num_steps=3)
+    tokens = run.twin.run_steps(inputs, 3)
+    assert int(run.memory.ring_count) == 3
+    assert run.memory.ring_tokens_NC[:3].tolist() == tokens.tolist()
+    assert_like_the_twin(run, inputs.slots_C >= 0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_launches_of_phases_are_bitwise_the_resident_kernel(name: str) -> None:
+    """A verify block of one sequence beside another sequence, both behind a context that is there."""
+    resident, launches = (OnCpu(MODELS[name]) for _ in range(2))
+    columns = {0: (5, 1, 130), 1: (6, 1, 131), 2: (7, 1, 132), 6: (8, 3, 4)}
+    cache = torch.randn(resident.state.cache.shape, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    inputs = inputs_of(columns)
+    for run in (resident, launches):
+        run.state.cache.copy_(cache)
+        run.twin_state.cache.copy_(cache)
+        run.memory.words_8C.copy_(inputs.words_8C)
+    resident.launch()
+    launches.launches()
+    resident.twin.step(inputs)
+    live = inputs.slots_C >= 0
+    assert_like_the_twin(resident, live)
+    for field in ("residual_CD", "qkv_CW", "mixed_CW", "normed_CD", "router_logits_CE", "logits_CV", "features_CXD", "cache", "next_C", "distinct_L"):
+        a, b = (getattr(run.state, field).float().nan_to_num(7.0) for run in (resident, launches))
+        assert torch.equal(a, b), f"{field} differs"
+
+
+def test_a_column_does_not_depend_on_how_many_the_step_has() -> None:
+    """The same two sequences in a step of 8 and, in other places, of 16."""
+    small, large = OnCpu(SMALL), OnCpu(SMALL, num_columns=16)
+    pages = large.state.pages_SP[:8]
+    small.state.pages_SP.copy_(pages % small.state.cache.shape[1])
+    for run, columns, n in ((small, {1: (5, 1, 0), 3: (7, 2, 0)}, 8), (large, {12: (5, 1, 0), 4: (7, 2, 0), 7: (1, 3, 0), 15: (2, 9, 0)}, 16)):
+        run.memory.words_8C.copy_(inputs_of(columns, num_columns=n).words_8C)
+        run.launch(num_steps=2)
+    assert torch.equal(small.state.logits_CV[[1, 3]], large.state.logits_CV[[12, 4]])
+    assert small.memory.ring_tokens_NC[:2, [1, 3]].tolist() == large.memory.ring_tokens_NC[:2, [12, 4]].tolist()
+
+
+def test_the_host_ends_the_residence() -> None:
+    run = OnCpu(SMALL)
+    run.memory.words_8C.copy_(inputs_of({0: (5, 1, 0)}).words_8C)
+    run.memory.host_stop[0] = 1
+    run.launch(num_steps=5)
+    assert int(run.memory.ring_count) == 1
+
+
+def test_after_a_fault_the_kernel_ends() -> None:
+    """A fault word that is set ends it behind the step, whatever the others do."""
+    run = OnCpu(SMALL)
+    run.memory.words_8C.copy_(inputs_of({0: (5, 1, 0)}).words_8C)
+    run.state.fault[0] = 1
+    run.launch(num_steps=5)
+    assert int(run.memory.ring_count) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_producers_and_consumers_agree_at_the_sizes_of_real_models(name: str) -> None:
+    """All 132 programs to the end of two steps (of one layer; of Qwen3 with a small head), with routing lists that differ from consumer to consumer."""
+    shape = SHAPES[name] if name != "Qwen3-30B-A3B" else replace(SHAPES[name], vocab_size=5000)
+    counts = count_stages(shape, num_columns=8, programs=132, num_layers=1, num_steps=2, seed=3)
+    assert counts["copied"] == counts["released"] > 0
+
+
+@pytest.mark.parametrize(("programs", "num_columns"), [(1, 8), (5, 16), (7, 64)])
+def test_producers_and_consumers_agree(programs: int, num_columns: int) -> None:
+    """The same for a small model on few programs, for every number of columns, over two layers and three steps."""
+    counts = count_stages(SMALL, num_columns=num_columns, programs=programs, num_layers=2, num_steps=3, seed=programs)
+    assert counts["copied"] == counts["released"] > 0
+
+
+class Unsigned:
+    """32-bit unsigned numbers as the device has them."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values & 0xFFFFFFFF
+
+    def __mul__(self, other: "Unsigned") -> "Unsigned":
+        low, high = self.values * (other.values & 0xFFFF), self.values * (other.values >> 16)     # 48 bits each
+        return Unsigned(low + ((high & 0xFFFF) << 16))
+
+    def __add__(self, other: "Unsigned") -> "Unsigned":
+        return Unsigned(self.values + other.values)
+
+    def __xor__(self, other: "Unsigned") -> "Unsigned":
+        return Unsigned(self.values ^ other.values)
+
+    def high(self, other: "Unsigned") -> "Unsigned":
+        return Unsigned(torch.tensor([a * b >> 32 for a, b in zip(self.values.tolist(), other.values.tolist(), strict=True)]))
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        return self.values.to(dtype)
+
+
+def test_the_devices_noise_is_the_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, for tokens at both ends of a vocabulary and a seed of 64 bits."""
+    seed, position, tokens = 0xFEDCBA9876543210 >> 1, 4711, torch.tensor([0, 1, 2, 3, 4, 7, 1022, 151935], dtype=torch.int32)
+    sample = Kernel(1, language={
+        "uint32": "u32", "umulhi": Unsigned.high, "zeros_like": lambda x: Unsigned(x.values * 0), "full_like": lambda x, v: Unsigned(x.values * 0 + v),
+        "where": lambda c, a, b: Unsigned(torch.where(c, a.values, b.values)), "log": torch.log}).modules["persistent.sample_device"]
+    to = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, kind, *more: Unsigned(x.long().expand(len(tokens))) if kind == "u32" else to(x, kind, *more))
+    got = sample._gumbel(tokens, *(torch.tensor(word) for word in (position, seed & 0xFFFFFFFF, seed >> 32)))
+    monkeypatch.undo()
+    assert got.tolist() == gumbel_noise_ref(seed=seed, positions=[position], vocab_size=151936)[0][tokens.long()].tolist()
+
+
+# --- what the compiler makes of it ---
+
+
+@pytest.mark.parametrize("name", ["pocket", pytest.param("SmolLM2-MoE", marks=pytest.mark.slow), pytest.param("Qwen3-30B-A3B", marks=pytest.mark.slow)])
+def test_the_resident_kernel_fits_an_sm(name: str) -> None:
+    """Shared memory, registers, and products that do not wait for the stack. What is spilled are numbers that a phase begins with: a few loads an item."""
+    built = build_step(name)
+    assert built.shared_bytes <= SHARED_BYTES, str(built)
+    assert built.registers == 96 and built.local_bytes == 0 and built.stack_bytes <= 512, str(built)
+    loops = mma_loops(built.sass)
+    assert len(loops) >= 12, "four dense products and two of experts, of two consumers"
+    assert all(loop.local_accesses <= 4 for loop in loops), [str(loop) for loop in loops if loop.local_accesses > 4]
+    assert [loop.per_mma <= 21.5 for loop in loops if loop.num_mma >= 48].count(False) == 0, [str(loop) for loop in loops]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_launches_of_phases_fit_an_sm(phase: str) -> None:
+    built = build_step("pocket", phase=phase)
+    assert built.shared_bytes <= SHARED_BYTES and built.local_bytes == 0 and built.stack_bytes <= 160, str(built)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    shape = SHAPES["SmolLM2-MoE"]
+    with pytest.raises(NotImplementedError, match="Choose the layouts with max_steps=6"):
+        StepCode.of(shape, layouts=layouts_of_shape(shape) | {"gate_up": choose_layout(768, 576)}, num_columns=8, programs=132)
+    with pytest.raises(NotImplementedError, match="takes 1 of them"):
+        StepCode.of(shape, layouts=layouts_of_shape(shape) | {"out": replace(shape.dense_layout("out"), splits=3, num_blocks=1)}, num_columns=8, programs=132)
+    weights, state = StepWeights.random(SMALL, seed=1, device="cpu"), state_of(SMALL, 8)
+    with pytest.raises(NotImplementedError, match="built for sm_90"):
+        StepKernel(weights, state)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_the_pocket_on_a_gpu() -> None:
+    """Phase by phase against the twin, then the resident kernel; bench_step.py --check has the rest."""
+    case = Case(SHAPES["pocket"], num_columns=8, seed=7, context=130)
+    inputs = case.inputs([(0, 1), (2, 4), (7, 1)], seed=1)
+    check_phases(case, inputs)
+    check_resident(case, inputs, repeats=10)
+    check_ends(case, case.inputs([(c, 1) for c in range(8)], seed=2))

@@ -1,0 +1,161 @@
+"""`kilotok bench engine`: sizes by name, what a step moves by hand, the whole run on a stand-in for the machine, and one clear error without a GPU."""
+
+import dataclasses
+import inspect
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import POCKET, export_experts
+from step_models import tiny_weights
+
+from kilotok.kernels.persistent import StepInputs, StepRef, StepState, StepWeights
+from kilotok.kernels.persistent.step import StepKernel
+from kilotok.runtime import bench as module
+from kilotok.runtime.archs import graph_of
+from kilotok.runtime.bench import BenchOptions, Machine, Measured, bench_engine, measure, step_bytes, table
+from kilotok.runtime.cli import main as kilotok
+from kilotok.runtime.shapes import SHAPES, shape_of
+from kilotok.runtime.step_weights import step_shape
+from kilotok.runtime.weights import read_json
+
+PHASES = ("qkv", "attention", "out", "router", "gate_up", "down", "add", "head", "sample", "finish")
+
+
+class TwinKernel:
+    """As StepKernel, on the twin; remembers what it was given."""
+
+    made: list["TwinKernel"] = []
+
+    def __init__(self, weights: StepWeights, state: StepState, *, profile: bool = False) -> None:
+        self.twin, self.state, self.profile, self.inputs, self.checks = StepRef(weights, state), state, profile, list[tuple[StepInputs, int]](), 0
+        self.made.append(self)
+
+    def run(self, inputs: StepInputs, *, num_steps: int = 1) -> None:
+        self.inputs.append((inputs, num_steps))
+        self.twin.step(inputs)
+
+    def set_inputs(self, inputs: StepInputs) -> None:
+        pass
+
+    def capture(self) -> Any:
+        return type("Graph", (), {"replay": lambda _: None})()
+
+    def check_fault(self) -> None:
+        self.checks += 1
+
+    def phase_us(self) -> dict[str, float]:
+        assert self.profile
+        return {name: 10.0 * (i + 1) for i, name in enumerate(PHASES)}
+
+
+def timed_us(call: Callable[[], object], repeats: int) -> list[float]:
+    call()
+    return [100.0 + i for i in range(repeats)]
+
+
+def stand_in() -> Machine:
+    TwinKernel.made.clear()
+    return Machine(device="cpu", programs=132, environment="a stand-in", kernel=TwinKernel, timed_us=timed_us, stream_bytes_per_s=lambda: 4e12)
+
+
+def test_the_stand_in_is_called_as_the_kernel_is() -> None:
+    for name in ("run", "set_inputs", "capture", "check_fault", "phase_us"):
+        ours, theirs = (inspect.signature(getattr(kernel, name)).parameters for kernel in (TwinKernel, StepKernel))
+        assert set(ours) <= set(theirs) and all(ours[p].kind == theirs[p].kind for p in ours), name
+    assert {"stop", "tokens_so_far"} <= set(dir(StepKernel)) and {"weights", "state", "profile"} <= set(inspect.signature(StepKernel).parameters)
+
+
+def test_the_named_shapes_are_the_models() -> None:
+    assert SHAPES["pocket"] == graph_of(read_json(POCKET / "config.json"), where="pocket")
+    weights = {name: sum(w for w in (g.num_layers * g.num_experts * 3 * g.hidden_size * g.expert_hidden, g.vocab_size * g.hidden_size * (2 - g.tied_head),
+                                     g.num_layers * g.hidden_size * g.head_dim * (2 * g.num_heads + 2 * g.num_kv_heads)))
+               for name, g in SHAPES.items()}
+    assert weights["qwen3-30b-a3b"] == pytest.approx(30.5e9, rel=0.01) and weights["smollm2-moe"] == pytest.approx(214e6, rel=0.01)
+    for name, graph in SHAPES.items():
+        assert step_shape(graph).heads.qkv_width == (graph.num_heads + 2 * graph.num_kv_heads) * graph.head_dim, name
+    with pytest.raises(ValueError, match=r"^shape: must be one of qwen3-30b-a3b, smollm2-moe, pocket, or a directory .*; got 'qwen3-30b'\. Did you mean "):
+        shape_of("qwen3-30b")
+
+
+def test_the_bytes_of_a_step_by_hand() -> None:
+    weights = tiny_weights()
+    parts = step_bytes(weights, distinct=[3, 2], columns=5, sequences=2, context=200)
+    per_expert = weights.experts.gate_up.layout.num_bytes + weights.experts.down.layout.num_bytes
+    assert parts == {"dense weights": 4 * sum(w.words.numel() for w in (weights.qkv, weights.out, weights.router, weights.head)), "experts": 5 * per_expert,
+                     "keys and values": 2 * 200 * 2 * (2 * 2 * 32) * 2, "logits": 4 * 5 * 300}
+
+
+@pytest.mark.parametrize(("columns", "each", "slots", "positions"), [
+    (1, 1, [0], [199]), (3, 1, [0, 1, 2], [199] * 3), (8, 8, [0] * 8, list(range(192, 200))), (11, 8, [0] * 8 + [1] * 3, [*range(192, 200), 197, 198, 199]),
+    (2, 8, [0, 0], [198, 199])])
+def test_the_columns_of_a_step_are_the_last_of_their_sequences(columns: int, each: int, slots: list[int], positions: list[int]) -> None:
+    row = measure(tiny_weights(), columns, options=BenchOptions(model="x", context=200, per_sequence=each), machine=stand_in())
+    inputs, _ = TwinKernel.made[0].inputs[0]
+    live = (inputs.slots_C >= 0).nonzero().flatten().tolist()
+    assert live == list(range(columns)) and len(inputs.slots_C) == (8 if columns <= 8 else 16)
+    assert inputs.slots_C[:columns].tolist() == slots and inputs.positions_C[:columns].tolist() == positions
+    assert (row.sequences, row.row_us is None) == (len(set(slots)), len(set(slots)) < columns) and all(k.checks for k in TwinKernel.made)
+    assert 1 <= min(row.distinct) <= max(row.distinct) <= 4 and row.num_bytes == sum(row.parts.values())
+
+
+def test_a_whole_run_prints_steps_phases_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = dataclasses.replace(SHAPES["pocket"], hidden_size=64, num_heads=4, num_kv_heads=2, vocab_size=300, num_layers=3, expert_hidden=32)
+    monkeypatch.setitem(SHAPES, "small", graph)
+    said: list[str] = []
+    rows = bench_engine(BenchOptions(model="small", columns=(1, 4), context=130, layers=2), say=said.append, machine=stand_in)
+    text = "\n".join(said)
+    assert text.startswith("small, 2 of 3 layers, random weights, context 130, 1 column a sequence, 7 barriers a layer\na stand-in\nread stream of this run: 4")
+    floor = rows[1].num_bytes / 4e6
+    best = min(statistics.median(rows[1].step_us), rows[1].row_us or 0)
+    assert f"| 4 (4) | 114.5 (106.0, 123.0) | 3.2 | 114.5 (106.0, 123.0) | {rows[1].num_bytes / 1e6:.1f} | {floor:.1f} | {100 * floor / best:.1f} % |" in text
+    assert "| attention | 20.0 (10.00) | 20.0 (10.00) |" in text and "| head | 80.0 | 80.0 |" in text and "| sum | 550.0 | 550.0 |" in text
+    assert f"| experts | {rows[0].parts['experts'] / 1e6:.2f} | {rows[1].parts['experts'] / 1e6:.2f} |" in text
+
+
+def test_weights_of_a_directory(tmp_path: Path) -> None:
+    said: list[str] = []
+    out = export_experts(POCKET, tmp_path / "out")
+    bench_engine(BenchOptions(model=str(out), columns=(1,), context=8, layers=1), say=said.append, machine=stand_in)
+    assert "1 of 6 layers, weights of the directory" in said[0] and TwinKernel.made[0].twin.weights.shape.num_layers == 1
+
+
+def test_a_table_of_verifying_steps_has_no_steps_in_a_row() -> None:
+    row = Measured(columns=8, sequences=1, step_us=[100.0] * 5, row_us=None, graph_us=[120.0] * 5, phases_us={"qkv": 1.0, "head": 2.0}, distinct=[4, 2],
+                   num_bytes=200_000_000, parts={"experts": 200_000_000})
+    assert table([row], stream=4e12)[2] == "| 8 (1) | 100.0 (100.0, 100.0) | - | 120.0 (120.0, 120.0) | 200.0 | 50.0 | 50.0 % | 3.0 | 80000.0 |"
+
+
+@pytest.mark.parametrize(("options", "error"), [
+    ({"columns": (0,)}, r"^columns: must lie in 1\.\.64; got \[0\]\."), ({"columns": ()}, "^columns: "), ({"columns": (65,)}, "^columns: "),
+    ({"per_sequence": 9}, r"^per_sequence: must lie in 1\.\.8; got 9"), ({"context": 3, "per_sequence": 4}, "^context: must hold the 4 columns"),
+    ({"layers": 0}, "^layers: must be at least 1")])
+def test_options_that_do_not_fit(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        BenchOptions(model="pocket", **options)
+
+
+def test_sizes_that_the_model_has_not() -> None:
+    with pytest.raises(ValueError, match=r"^context: 2040 and 32 steps more do not fit the model's context of 2048\.$"):
+        bench_engine(BenchOptions(model="pocket", context=2040), machine=stand_in)
+    with pytest.raises(ValueError, match=r"^layers: the model has 6; got 7\.$"):
+        bench_engine(BenchOptions(model="pocket", layers=7), machine=stand_in)
+
+
+def test_without_a_gpu_it_is_one_line_that_says_what_is_needed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_gpu", lambda: None)
+    assert kilotok(["bench", "engine", "qwen3-30b-a3b"]) == 2
+    assert capsys.readouterr() == ("", "error: bench engine: needs an NVIDIA GPU of compute capability 9.0 (H100, H200) and a CUDA build of torch; "
+                                       "torch sees no CUDA device here.\n")
+    assert kilotok(["bench", "engine", "qwen3"]) == 2
+    assert "error: shape: must be one of qwen3-30b-a3b" in capsys.readouterr().err
+
+
+def test_options_reach_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[BenchOptions] = []
+    monkeypatch.setattr("kilotok.runtime.cli.bench_engine", asked.append)
+    assert kilotok(["bench", "engine", "pocket"]) == 0
+    assert kilotok(["bench", "engine", "d", "--columns", "1", "2", "64", "--per-sequence", "4", "--context", "9", "--layers", "3", "--seed", "5"]) == 0
+    assert asked == [BenchOptions(model="pocket"), BenchOptions(model="d", columns=(1, 2, 64), per_sequence=4, context=9, layers=3, seed=5)]

@@ -1,0 +1,332 @@
+"""The whole step kernel on a CPU: every program with its two consumers and two producers as threads, in real control flow.
+
+The device code's own text runs, as in gluon_on_cpu.py, and here also what that leaves out: the ring and its barriers, the signals between consumers and
+producers, barriers over the grid, the tensor cores' fragments, and shared memory as bytes, so that views of one area overlap as they do on the GPU. A wait
+that nobody ends is an error that says who waits for what. It shows nothing of layouts, of races between threads of one consumer, or of visibility.
+"""
+
+import builtins
+import importlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import gluon_on_cpu as base
+import torch
+from gluon_on_cpu import LANGUAGE, Pointer
+from torch import Tensor
+
+_DEVICE_MODULES = ("moe.stream", "moe.device", *(f"persistent.{name}" for name in (
+    "dense_device", "merge_device", "attention_device", "plan", "router", "sample_device", "step_phases", "step_device")))
+_PATIENCE_S = 20.0
+_here = base._state
+_failed = threading.Event()
+
+
+class Word(int):
+    """A number that is known when it is used, as a loop's; `.to` leaves it."""
+
+    def to(self, *_to: Any, **_options: Any) -> "Word":
+        return self
+
+
+def _range(*bounds: Any) -> Any:
+    return map(Word, builtins.range(*(int(b) for b in bounds)))
+
+
+class Stuck(RuntimeError):
+    """A wait without an end."""
+
+
+class Barrier:
+    """An mbarrier: its phase is complete when all arrivals and all announced bytes are there."""
+
+    def __init__(self) -> None:
+        self.condition, self.count, self.left, self.bytes, self.completed = threading.Condition(), 0, 0, 0, 0
+
+    def init(self, count: int) -> None:
+        self.count = self.left = count
+
+    def change(self, *, arrivals: int = 0, expected: int = 0, copied: int = 0) -> None:
+        with self.condition:
+            assert self.left >= arrivals, "more arrivals than the barrier counts"
+            self.left -= arrivals
+            self.bytes += expected - copied
+            if self.left == 0 and self.bytes == 0:
+                self.left = self.count
+                self.completed += 1
+                self.condition.notify_all()
+
+    def wait(self, parity: Any) -> None:
+        with self.condition:
+            waited = 0.0
+            while not self.condition.wait_for(lambda: self.completed & 1 != int(parity), timeout=0.5):
+                waited += 0.5
+                if waited < _PATIENCE_S and not _failed.is_set():
+                    continue
+                raise Stuck(f"program {_here.program}, {threading.current_thread().name}: {self.completed} phases are complete; waits for parity {int(parity)}")
+
+
+class Barriers:
+    def __init__(self, number: int) -> None:
+        self.all = [Barrier() for _ in range(number)]
+
+    def index(self, i: Any) -> Barrier:
+        return self.all[int(i)]
+
+
+class Memory:
+    """Shared memory: a typed view of bytes."""
+
+    def __init__(self, data: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.data, self.start, self.dtype, self.shape = data, start, dtype, tuple(int(s) for s in shape)
+
+    @property
+    def values(self) -> Tensor:
+        number = 1
+        for s in self.shape:
+            number *= s
+        end = self.start + number * self.dtype.itemsize
+        assert end <= len(self.data), f"a view of {self.shape} {self.dtype} at byte {self.start} ends outside its {len(self.data)} bytes"
+        return self.data[self.start:end].view(self.dtype).view(self.shape)
+
+    def index(self, i: Any) -> "Memory":
+        inner = self.shape[1:]
+        size = self.dtype.itemsize
+        for s in inner:
+            size *= s
+        assert 0 <= int(i) < self.shape[0], f"index {int(i)} of {self.shape}"
+        return Memory(self.data, self.start + int(i) * size, self.dtype, inner)
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Any, _layout: Any) -> "Memory":
+        return Memory(self.data, self.start, dtype, tuple(shape))
+
+    def load(self, _layout: Any) -> Tensor:
+        return self.values.clone()
+
+    def store(self, value: Tensor) -> None:
+        assert value.shape == self.shape and value.dtype == self.dtype, f"{value.dtype} {tuple(value.shape)} into {self.dtype} {self.shape}"
+        self.values.copy_(value)
+
+    def permute(self, order: tuple[int, ...]) -> Any:
+        return base.Shared(self.values.permute(order))
+
+
+def _allocate(dtype: torch.dtype, shape: Any, _layout: Any) -> Any:
+    number = 1
+    for s in shape:
+        number *= int(s)
+    if dtype == torch.int64:
+        return Barriers(number) if len(shape) == 2 else Barriers(number).index(0)
+    return Memory(torch.full((number * dtype.itemsize,), 255, dtype=torch.uint8), 0, dtype, tuple(shape))
+
+
+def _copy_box(desc: Any, at: list[Any], barrier: Barrier, target: Memory) -> None:
+    rows, first = target.shape[0], int(at[0])
+    assert first >= 0 and first + rows <= len(desc), f"rows {first} to {first + rows} of {len(desc)}"
+    target.values.copy_(desc[first:first + rows])
+    barrier.change(copied=rows * desc.shape[1] * 4)
+
+
+# --- the tensor core's fragments ---
+
+
+def _pairs(words: Tensor) -> Tensor:
+    """int32 [...] to the two bf16 of each, [..., 2], in float64."""
+    return words.contiguous().view(torch.bfloat16).view(*words.shape, 2).double()
+
+
+def _columns(words: Tensor) -> Tensor:
+    """B fragments [W, g, t, 4] of a block of 32 to [W, column g, 32]."""
+    return _pairs(words).flatten(3).reshape(words.shape[0], 8, 32)
+
+
+def _block(first: Tensor, second: Tensor, x: Tensor, sums: Tensor) -> Tensor:
+    """`_BLOCK_PTX` of dense_device.py."""
+    w = first.shape[0]
+    a = torch.stack([_pairs(first), _pairs(second)], 3).view(w, 8, 4, 2, 2, 2, 2)     # g, t, q, pair of columns, half, column
+    rows = a.permute(0, 5, 1, 2, 3, 4, 6).reshape(w, 16, 32)
+    return sums + _fragment(rows @ _columns(x).mT)
+
+
+def _fragment(product: Tensor) -> Tensor:
+    """[W, 16 rows, 8 columns] to sums [W, g, t, 4]: (row g, g + 8) x (column 2t, 2t + 1)."""
+    w = product.shape[0]
+    return product.view(w, 2, 8, 4, 2).permute(0, 2, 3, 1, 4).reshape(w, 8, 4, 4).float()
+
+
+_SIGN, _MAGNITUDE = (15, 12, 14, 13), (6, 3, 0, 9)
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+
+
+def _expert_step(word: int) -> Callable[..., Tensor]:
+    def run(codes: Tensor, scales: Tensor, x_even: Tensor, x_odd: Tensor, sums: Tensor) -> Tensor:
+        w = codes.shape[0]
+        scale = scales[..., 0, word].long() & 0xFFFFFFFF                              # [W, g]: rotated right by one
+        straight = ((scale << 1) | (scale >> 31)) & 0xFFFFFFFF
+        factors = [2.0 ** (((straight >> s) & 255).double() - 127) * ((straight >> s) & 255 != 0) for s in (24, 16, 8, 0)]   # row g, g + 8; block 0, 1
+        for block, x in enumerate((x_even, x_odd)):
+            parts = []
+            for half in range(2):
+                bits = codes[..., 2 * block + half].long() & 0xFFFFFFFF               # [W, g, t]
+                halves = torch.stack([bits & 0xFFFF, bits >> 16], -1)                 # the lower has the even column
+                registers = [(1 - 2 * ((halves >> s) & 1)) * _E2M1[(halves >> m) & 7] for s, m in zip(_SIGN, _MAGNITUDE, strict=True)]
+                parts.append(torch.stack([torch.stack([registers[0], registers[2]], 3), torch.stack([registers[1], registers[3]], 3)], 1))
+            rows = torch.stack(parts, 4).reshape(w, 16, 32)                           # W, (half, g), t, q, pair of columns, column
+            product = (rows @ _columns(x).mT * 2.0**-126).view(w, 2, 8, 8)
+            factor = torch.stack([factors[2 * block], factors[2 * block + 1]], 1)
+            sums = sums + _fragment((product * factor[..., None]).reshape(w, 16, 8))
+        return sums.float()
+    return run
+
+
+# --- inline assembly ---
+
+
+def _prescale(pairs: Tensor, _factor: Tensor) -> Tensor:
+    return (_pairs(pairs) * 2.0**100).bfloat16().view(torch.int32).view(pairs.shape)
+
+
+def _store_release(lane: Tensor, pointer: Pointer, value: Tensor) -> Tensor:
+    base._store(pointer, value, mask=lane == 0)
+    return lane
+
+
+def _assembly(modules: dict[str, ModuleType]) -> Callable[..., Any]:
+    stream, dense, device = (vars(modules[name]) for name in ("moe.stream", "persistent.dense_device", "moe.device"))
+    known: dict[str, Callable[..., Any]] = {dense["_BLOCK_PTX"]: _block, device["_SIGMOID_PTX"]: lambda x: torch.sigmoid(x.double()).float(),
+             **{stream[f"_STEP_{i}"]: _expert_step(i) for i in range(4)}}
+
+    def run(ptx: str, _constraints: str, operands: list[Any], **_options: Any) -> Any:
+        if ptx in known:
+            return known[ptx](*operands)
+        if ptx == "mov.b32 $0, $1;":
+            return operands[0]
+        if "%ctaid.x" in ptx:
+            return operands[0] + _here.program
+        if ptx.startswith("mul.bf16x2"):
+            return _prescale(*operands)
+        if ptx.startswith("ld.relaxed.sys"):
+            return base._load(operands[0])
+        assert "st.release.sys" in ptx, ptx
+        return _store_release(*operands)
+
+    return run
+
+
+def _join(a: Tensor, b: Tensor) -> Tensor:
+    return torch.stack([a, b], -1)
+
+
+class Kernel:
+    """The device modules with stand-ins, and a grid of them to run.
+
+    cheap, language, mbarrier, copy: what replaces functions of the modules (by module and name), of Gluon, of its barriers, and the copy of a TMA box, where
+    only control flow is of interest.
+    """
+
+    def __init__(self, programs: int, *, cheap: dict[str, dict[str, Any]] | None = None, language: dict[str, Any] | None = None,
+                 mbarrier: dict[str, Any] | None = None, copy: Callable[..., None] | None = None) -> None:
+        self.programs, self.modules, self.errors = programs, dict[str, ModuleType](), list[BaseException]()
+        self.grid = threading.Barrier(2 * programs)
+        names = {**vars(LANGUAGE)} | {
+            "float64": torch.float64, "uint32": torch.int64, "to_tensor": lambda x: Word(x) if isinstance(x, int) else x, "barrier": lambda: None,
+            "full_like": lambda x, v: torch.full_like(x, v), "zeros_like": torch.zeros_like, "reshape": lambda x, s: x.reshape(tuple(s)),
+            "permute": lambda x, order: x.permute(tuple(order)), "join": _join, "split": lambda x: (x[..., 0], x[..., 1]), "expand_dims": torch.unsqueeze,
+            "div_rn": torch.div, "allocate_shared_memory": _allocate, "warp_specialize": self._specialize, "static_range": _range,
+            "inline_asm_elementwise": lambda *a, **o: self._asm(*a, **o), "DistributedLinearLayout": lambda **_: None, "SwizzledSharedLayout": lambda *_: None,
+            "static_assert": lambda *_: None, "where": base._where}
+        gl = SimpleNamespace(**names | (language or {}))
+        barriers: dict[str, Any] = dict(MBarrierLayout=lambda: None, init=lambda b, count: b.init(count), arrive=lambda b, count: b.change(arrivals=count),
+                                   wait=lambda b, parity: b.wait(parity), expect=lambda b, size: b.change(arrivals=1, expected=int(size)))
+        hopper = SimpleNamespace(**vars(base.HOPPER), mbarrier=SimpleNamespace(**barriers | (mbarrier or {})),
+                                 tma=SimpleNamespace(async_copy_global_to_shared=copy or _copy_box))
+        self._fakes = {"triton.experimental": SimpleNamespace(gluon=SimpleNamespace(jit=base._jit, constexpr_function=base._jit)),
+                       "triton.experimental.gluon": SimpleNamespace(language=gl), "triton.experimental.gluon.language.nvidia.hopper": hopper}
+        for name in _DEVICE_MODULES:
+            self._load(name, cheap or {})
+        self._asm: Callable[..., Any] = _assembly(self.modules)
+
+    def _load(self, name: str, cheap: dict[str, dict[str, Any]]) -> ModuleType:
+        if name in self.modules:
+            return self.modules[name]
+        spec = importlib.util.find_spec(f"kilotok.kernels.{name}")
+        assert spec is not None and spec.origin is not None
+        package = f"kilotok.kernels.{name.split('.')[0]}"
+        module = ModuleType(f"step_on_cpu_{name}")
+
+        def imported(what: str, env: Any = None, local: Any = None, names: Any = (), level: int = 0) -> Any:
+            if what in self._fakes:
+                return self._fakes[what]
+            full = {1: f"{package.split('.')[-1]}.{what}", 2: what}.get(level, "")
+            if full == "persistent.barrier":
+                return SimpleNamespace(step_barrier=lambda *_: self._wait_for_all())
+            if full in _DEVICE_MODULES:
+                return self._load(full, cheap)
+            return builtins.__import__(what, env, local, names, level)
+
+        vars(module).update(__package__=package, __builtins__={**vars(builtins), "__import__": imported, "range": _range})
+        sys.modules[module.__name__] = module
+        exec(compile(Path(spec.origin).read_text(), spec.origin, "exec"), vars(module))
+        if name == "persistent.dense_device":
+            vars(module).update(chunk=lambda *_: None)     # a layout, of a dtype that torch's does not know
+        vars(module).update(cheap.get(name, {}))
+        self.modules[name] = module
+        return module
+
+    def _fail(self, error: BaseException) -> None:
+        self.errors.append(error)
+        _failed.set()
+        self.grid.abort()
+
+    def _wait_for_all(self) -> None:
+        try:
+            self.grid.wait(timeout=_PATIENCE_S * 3)
+        except threading.BrokenBarrierError:
+            raise Stuck(f"program {_here.program}, {threading.current_thread().name}: not all programs come to a barrier over the grid") from None
+
+    def _specialize(self, functions: list[tuple[Any, tuple[Any, ...]]], _warps: Any, _registers: Any) -> None:
+        program = _here.program
+
+        def run(function: Any, arguments: tuple[Any, ...]) -> None:
+            _here.program, _here.groups, _here.open = program, [], []
+            try:
+                function(*arguments)
+            except BaseException as error:
+                self._fail(error)
+
+        threads = [threading.Thread(target=run, args=f, name=f"{f[0].__name__} {f[1][-1]}", daemon=True) for f in functions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def launch(self, descriptors: tuple[Tensor, ...], pointers: Any, *numbers: int, code: Any) -> None:
+        """`step_kernel` by every program at once. descriptors: tensors as TMA sees them."""
+        kernel = vars(self.modules["persistent.step_device"])["step_kernel"]
+        _failed.clear()
+        p = type(pointers)(*(Pointer(t) for t in pointers))
+        Pointer.to = lambda self, *_a, **_o: self  # type: ignore[attr-defined]
+        Pointer.__radd__ = Pointer.__add__  # type: ignore[attr-defined]
+        Pointer.dtype = property(lambda self: SimpleNamespace(element_ty=self.memory.dtype))  # type: ignore[attr-defined]
+
+        def run(program: int) -> None:
+            _here.program = program
+            try:
+                kernel(*descriptors, p, *map(Word, numbers), code)
+            except BaseException as error:
+                self._fail(error)
+
+        with base.bitcasts():
+            threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(self.programs)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if self.errors:
+            real = [e for e in self.errors if not isinstance(e, Stuck)] or self.errors
+            raise real[0]
