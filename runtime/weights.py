@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..quant.archs import check_model_dir, find_arch
-from ..quant.checkpoint import CheckpointReader, packed_stems, read_exported_experts, read_packed
+from ..quant.checkpoint import PackedCheckpoint
 from .archs import graph_of
 from .graph import LayerWeights, ModelGraph, ModelWeights
 from .reference import ReferenceExecutor
@@ -40,24 +40,19 @@ def load_executor(directory: Path, *, device: str, dtype: torch.dtype, taps: tup
 
 
 def read_weights(directory: Path, *, graph: ModelGraph, config: dict[str, Any], device: str, dtype: torch.dtype) -> ModelWeights:
-    reader = CheckpointReader(directory)
     arch = find_arch(config["model_type"], where=str(directory))
-    stems = packed_stems(reader)
-    packed = read_exported_experts(directory, arch=arch) if config.get("quantization_config") is not None else None
+    checkpoint = PackedCheckpoint(directory, arch=arch)
+    packed = checkpoint.experts() if checkpoint.layout is not None else None
 
     def get(name: str, *shape: int) -> Tensor:
-        tensor = reader.get(name)
+        tensor = checkpoint.get(name)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{directory}: {name} has shape {tuple(tensor.shape)}; its config.json asks for {shape}. They do not belong together.")
         return tensor.to(device, dtype)
 
     def unpacked(name: str) -> Tensor:
         """Experts that are not in MXFP4: a plain checkpoint's, or those a plan keeps at higher precision."""
-        def part(name: str) -> Tensor:
-            stem = name.removesuffix(".weight")
-            return read_packed(reader, stem, fmt=stems[stem]) if stem in stems else reader.get(name)
-
-        return torch.stack([torch.cat([part(p) for p in parts]) for parts in arch.disk_names(name, num_experts=graph.num_experts)])
+        return torch.stack([torch.cat([checkpoint.get(p) for p in parts]) for parts in arch.disk_names(name, num_experts=graph.num_experts)])
 
     def experts(name: str, *shape: int) -> Tensor:
         """A fused expert weight, [E, out, in]."""

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kilotok.quant.archs import load_config, load_model
 from kilotok.quant.checkpoint import CheckpointReader, disk, export_run, inspect_directory, load_exported_model, read_exported_experts
-from kilotok.quant.checkpoint import export as export_module
+from kilotok.quant.checkpoint import stream
 from kilotok.quant.experts import attach_fake_quant
-from kilotok.quant.formats import MXFP4
+from kilotok.quant.formats import MXFP4, Packed
 from kilotok.quant.plan import make_plan
 from kilotok.quant.tensor import fake_quant_weight
 from kilotok.runtime.cli import main as kilotok
@@ -130,7 +130,7 @@ def test_config_names_experts_as_targets_and_every_other_linear_as_ignored(run: 
 
 def test_sharded_export_reads_the_same(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export_run(run[0], tmp_path / "one")
-    monkeypatch.setattr(export_module, "MAX_SHARD_BYTES", 100_000)
+    monkeypatch.setattr(stream, "MAX_SHARD_BYTES", 100_000)
     export_run(run[0], tmp_path / "many")
     files = sorted(p.name for p in (tmp_path / "many").glob("*.safetensors"))
     assert len(files) >= 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
@@ -356,28 +356,28 @@ def test_a_really_full_disk_leaves_nothing(run: tuple[Path, dict[str, torch.Tens
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_a_killed_export_is_cleaned_up_by_the_next(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    stale = tmp_path / f".out.partial-{dead.pid}"
+def test_what_a_killed_export_of_something_else_left_is_removed(
+        run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stale = tmp_path / ".out.unfinished-0123456789ab"
     stale.mkdir()
     (stale / "model.safetensors").write_text("half")
+    (stale / ".lock-0").touch()
     assert kilotok(["export", str(run[0]), str(tmp_path / "out")]) == 0
-    assert "left by an export that was killed" in capsys.readouterr().out
-    assert not stale.exists()
+    assert "left by an export of something else that was killed" in capsys.readouterr().out
+    assert not stale.exists() and list(tmp_path.glob(".out*")) == []
 
 
 def test_a_difference_on_re_reading_stops_the_export(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the verification is for: one flipped nibble between training and disk."""
-    real = MXFP4.to_disk
+    real = MXFP4.encode
 
-    def flip(self: MXFP4, weight: torch.Tensor, *, name: str, scale_mode: ScaleMode) -> dict[str, torch.Tensor]:
-        tensors = real(self, weight, name=name, scale_mode=scale_mode)
+    def flip(self: MXFP4, weight: torch.Tensor, *, name: str, scale_mode: ScaleMode) -> Packed:
+        packed = real(self, weight, name=name, scale_mode=scale_mode)
         if name.endswith("layers.1.mlp.experts.0.down_proj.weight"):
-            tensors[name.replace(".weight", ".weight_packed")][5, 7] ^= 0x70
-        return tensors
+            packed.elements[5, 7] ^= 0x70
+        return packed
 
-    monkeypatch.setattr(MXFP4, "to_disk", flip)
+    monkeypatch.setattr(MXFP4, "encode", flip)
     before = set(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=r"experts\.0\.down_proj\.weight: 1 of 2048 values differ from training; first at \(5, 15\)"):
         export_run(run[0], tmp_path / "out")

@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Mxfp4Config
 
 from kilotok.quant.archs import load_config, load_model
-from kilotok.quant.checkpoint import CheckpointReader, export_run, inspect_directory, load_exported_model, read_exported_experts
-from kilotok.quant.checkpoint.packing import packed_stems
+from kilotok.quant.checkpoint import PackedCheckpoint, export_run, inspect_directory, load_exported_model, read_exported_experts
 from kilotok.quant.experts import attach_fake_quant
 from kilotok.quant.formats import find_format
 from kilotok.quant.plan import PlanOptions, QuantPlan, make_plan
@@ -105,7 +104,7 @@ def test_files_have_the_bytes_of_the_plan_and_kept_tensors_the_parent_s(
     before, after = load_file(tmp_path / "parent" / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     buffers = sum(t.numel() * t.element_size() for n, t in before.items() if n.endswith("e_score_correction_bias"))   # in the files, no parameters
     assert sum(t.numel() * t.element_size() for t in after.values()) - buffers == plan.bytes_after
-    packed = packed_stems(CheckpointReader(tmp_path / "out"))
+    packed = {m.stem: m.format for m in PackedCheckpoint(tmp_path / "out", arch=plan.arch).modules.values()}
     assert set(packed.values()) == {w.format for w in plan.weights if w.role != "router"} - {"bf16"}
     planned = {w.name for w in plan.weights}
     for n, tensor in before.items():
