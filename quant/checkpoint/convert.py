@@ -6,7 +6,6 @@ trained further or read by any tool; bf16 holds every one of them exactly.
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -73,7 +72,8 @@ def convert_directory(source: Path, out: Path, *, layout: str, dtype: torch.dtyp
     else:
         target = find_layout(layout)
         written_content = _in_layout(checkpoint, content, layout=target)
-        if (problem := target.problem(written_content)) is not None:
+        inside = replace(written_content, packed=tuple(m for m in written_content.packed if not checkpoint.is_beyond(m.stem)))
+        if (problem := target.problem(inside)) is not None:
             raise ValueError(f"convert: layout {layout}: {problem}. Choose another.")
         units = list(_packed_units(checkpoint, content=written_content, layout=target))
         plain = {k: v for k, v in config.items() if k not in ("quantization_config", "expert_dtype")}
@@ -105,13 +105,12 @@ def convert_directory(source: Path, out: Path, *, layout: str, dtype: torch.dtyp
 
 def content_of(checkpoint: PackedCheckpoint) -> Content:
     """What a directory holds, told by its tensors."""
-    arch, reader, layers = checkpoint.arch, checkpoint.reader, checkpoint.config.get("num_hidden_layers")
+    arch, reader = checkpoint.arch, checkpoint.reader
     linears: list[str] = []
     kept: dict[str, int] = {}
     for name in checkpoint.plain_names:
         place, shape = arch.expert_slice(name), reader.info(name)[1]
-        number = re.search(r"\.layers\.(\d+)\.", name)
-        if place is not None and (number is None or layers is None or int(number[1]) < layers):   # beyond: multi-token prediction, no part of the model
+        if place is not None and not checkpoint.is_beyond(name):
             kept[place.fused] = shape[0] if place.expert is None else max(kept.get(place.fused, 0), place.expert + 1)
         if name.endswith(".weight") and len(shape) == 2 and "embed" not in name:
             linears.append(name.removesuffix(".weight"))

@@ -18,7 +18,7 @@ from .layouts.mimo import narrowed
 from .metadata import read_scale_mode
 from .reader import DTYPES, CheckpointReader
 
-_MTP = re.compile(r"(^|\.)mtp\.")   # multi-token-prediction layers, which transformers does not build
+_MTP = re.compile(r"(^|\.)mtp\.")   # multi-token-prediction layers of families that number them apart
 
 
 class PackedCheckpoint:
@@ -36,10 +36,15 @@ class PackedCheckpoint:
         modules = self.layout.find(self.reader, arch=arch) if self.layout is not None else []
         self.modules: dict[str, PackedModule] = {m.stem: m for m in modules}
         for m in modules:
-            if m.place is None and m.format == "mxfp4" and not _MTP.search(m.stem) and not re.fullmatch(arch.shared, f"{m.module}.weight"):
+            if m.place is None and m.format == "mxfp4" and not self.is_beyond(m.stem) and not re.fullmatch(arch.shared, f"{m.module}.weight"):
                 raise ValueError(f"{directory}: {m.stem} is packed but is no routed expert of a {arch.name} model. Only experts may be MXFP4 here.")
         for fused, pieces in self._pieces.items():
             require_all_parts(pieces, arch=arch, fused=fused, where=str(directory))
+
+    def is_beyond(self, name: str) -> bool:
+        """Whether a tensor is of a layer behind the model's own: multi-token prediction, which transformers does not build."""
+        number, layers = re.search(r"(?:^|\.)layers\.(\d+)\.", name), self.config.get("num_hidden_layers")
+        return bool(_MTP.search(name)) or (number is not None and layers is not None and int(number[1]) >= layers)
 
     @cached_property
     def packed_names(self) -> frozenset[str]:
@@ -151,10 +156,13 @@ class PackedCheckpoint:
         return Packed(format=next(iter(pieces.values())).format, elements=elements, scales=scales)
 
     def dense_state(self, *, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All tensors by the names an unquantized checkpoint of the family has, packed ones dequantized; `dtype` must hold every value exactly."""
-        state = {self.arch.standard_name(name): as_float(self.reader.get(name), dtype) for name in self.plain_names}
+        """All tensors of the model by the names an unquantized checkpoint of the family has, packed ones dequantized.
+
+        Errors: ValueError for a value that `dtype` cannot hold.
+        """
+        state = {self.arch.standard_name(name): as_float(self.reader.get(name), dtype) for name in self.plain_names if not self.is_beyond(name)}
         for stem, m in self.modules.items():
-            if m.place is None or (m.place.expert is not None and self.arch.stored == "per_expert"):
+            if not self.is_beyond(stem) and (m.place is None or (m.place.expert is not None and self.arch.stored == "per_expert")):
                 state[self.arch.standard_name(f"{stem}.weight")] = exactly(self.dense(stem), dtype, name=f"{self.directory}: {stem}")
         for fused in dict.fromkeys(m.place.fused for m in self.modules.values() if m.place is not None):
             if self.arch.stored == "fused":

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kilotok.quant.archs import load_config, load_model
-from kilotok.quant.checkpoint import CheckpointReader, disk, export_run, inspect_directory, load_exported_model, read_exported_experts
-from kilotok.quant.checkpoint import stream
+from kilotok.quant.checkpoint import CheckpointReader, disk, export_run, inspect_directory, load_exported_model, read_exported_experts, stream
 from kilotok.quant.experts import attach_fake_quant
 from kilotok.quant.formats import MXFP4, Packed
 from kilotok.quant.plan import make_plan
@@ -124,7 +123,7 @@ def test_config_names_experts_as_targets_and_every_other_linear_as_ignored(run: 
         for projection in ("gate_proj", "up_proj", "down_proj"):
             assert re.match(pattern, f"model.layers.1.mlp.experts.{e}.{projection}")   # how vLLM and compressed-tensors look a layer up
     assert not re.match(pattern, "model.layers.1.mlp.gate_proj") and not re.match(pattern, "model.layers.1.mlp.shared_expert.up_proj")
-    attention = [f"model.layers.{i}.self_attn.{p}_proj" for i in (0, 1) for p in "kqvo"]
+    attention = [f"model.layers.{i}.self_attn.{p}_proj" for i in (0, 1) for p in ("k", "q", "v", "o", "qkv")]   # qkv: as engines put them together
     assert sorted(config["ignore"]) == sorted([*attention, "model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "lm_head"])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import finished_run
+from exports import IDS, differing
 from families import FAMILIES, save_family
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,7 +25,6 @@ from kilotok.quant.formats import find_format
 from kilotok.quant.plan import PlanOptions, QuantPlan, make_plan
 from kilotok.runtime.cli import main as kilotok
 
-IDS = torch.randint(4, 4096, (2, 12), generator=torch.Generator().manual_seed(5))
 WIDE = {"hidden_size": 256, "head_dim": 64}   # more than one FP8 tile
 MOE = {"mlp_only_layers": []}
 DEQUANTIZE = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
@@ -69,11 +69,6 @@ def export(tmp_path: Path, name: str, changes: dict[str, Any], options: dict[str
     for w in plan.weights:
         values[w.name] = find_format(w.format).fake_quant(masters[w.name], name=w.name, scale_mode="even", dim=w.dim, dtype=torch.float32, faults=None)
     return plan, values, masters
-
-
-def differing(model: torch.nn.Module, values: dict[str, Tensor]) -> list[str]:
-    state = model.state_dict()
-    return [n for n, w in values.items() if n not in state or not torch.equal(state[n].float(), w)]
 
 
 @pytest.mark.parametrize(("name", "changes", "options", "groups"), ALL.values(), ids=ALL)

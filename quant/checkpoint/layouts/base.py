@@ -107,6 +107,17 @@ def expert_modules(arch: MoEArch, fused: str, *, num_experts: int) -> list[str]:
     return [f"{m}.{e}.{p}" for m in dict.fromkeys((arch.disk_module(module), module)) for e in range(num_experts) for p in projections]
 
 
+# Linear layers that engines put together. vLLM asks for the parts, and for some models for the whole; SGLang for the whole where a model does not say
+# what it is made of.
+_FUSED_BY_ENGINES = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def fused_by_engines(linears: Iterable[str]) -> set[str]:
+    """The names that engines give to what they make of these modules; experts, which they ask for one by one, left out."""
+    return {f"{parent}.{whole}" for parent, _, leaf in (module.rpartition(".") for module in linears) if ".experts." not in parent
+            for whole, parts in _FUSED_BY_ENGINES.items() if leaf in parts}
+
+
 def natural(name: str) -> list[Any]:
     """Sort key: numbers by value."""
     return [(0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"(\d+)", name)]

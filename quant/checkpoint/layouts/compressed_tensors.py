@@ -22,7 +22,7 @@ from ...archs import MoEArch
 from ...formats import Packed, find_format
 from ...formats.fp8_block import TILE
 from ..reader import CheckpointReader
-from .base import Content, Layout, PackedModule, check_scales, check_wiped, expert_modules, linear_module, natural, neutral, require_shapes
+from .base import Content, Layout, PackedModule, check_scales, check_wiped, expert_modules, fused_by_engines, linear_module, natural, neutral, require_shapes
 
 PACKED, SCALE = "weight_packed", "weight_scale"
 
@@ -82,6 +82,7 @@ class CompressedTensors(Layout):
                                               **find_format(fmt).scheme()}
         formats = {g["format"] for g in groups.values()}
         ignored = {*content.linears, "lm_head"}   # where the head is tied to the embedding on disk, it is still a linear layer in memory
+        ignored |= fused_by_engines(content.linears)
         ignored |= {m for fused, num in content.kept_experts.items() for m in expert_modules(content.arch, fused, num_experts=num)}
         return {"quant_method": "compressed-tensors", "format": formats.pop() if len(formats) == 1 else "mixed-precision",
                 "quantization_status": "compressed", "config_groups": groups, "ignore": sorted(ignored, key=natural), "kv_cache_scheme": None}

@@ -18,7 +18,7 @@ from ...archs import MoEArch
 from ...formats import Packed
 from ...formats.fp8_block import TILE
 from ..reader import CheckpointReader
-from .base import Content, Layout, PackedModule, check_scales, check_wiped, expert_modules, linear_module, natural, require_shapes
+from .base import Content, Layout, PackedModule, check_scales, check_wiped, expert_modules, fused_by_engines, linear_module, natural, require_shapes
 
 SCALE, TILE_SCALE = "weight_scale", "weight_scale_inv"
 
@@ -83,6 +83,7 @@ class MiMo(Layout):
         for fused in content.kept_experts:   # engines ask for a layer's experts by the module itself
             module = fused.rsplit(".", 1)[0]
             ignored |= {module, content.arch.disk_module(module)}
+        ignored |= fused_by_engines(content.linears)
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [TILE, TILE], "store_dtype": "mxfp4",
                 "mxfp4_block_size": 32, "ignored_layers": sorted(ignored, key=natural)}
 
