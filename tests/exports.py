@@ -1,5 +1,7 @@
 """Exports of tiny families, and what they must hold."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,11 @@ from families import save_family
 from torch import Tensor, nn
 
 from kilotok.quant.archs import load_config, load_model
-from kilotok.quant.checkpoint import ExportOptions, export_run
+from kilotok.quant.checkpoint import CheckpointReader, ExportOptions, export_run
 from kilotok.quant.formats import find_format
 from kilotok.quant.plan import PlanOptions, make_plan
 
+ENGINE_NAMES = json.loads((Path(__file__).parent / "goldens" / "engine_names.json").read_text())
 IDS = torch.randint(4, 4096, (2, 12), generator=torch.Generator().manual_seed(5))
 
 
@@ -37,3 +40,35 @@ def exported(tmp_path: Path, name: str, layout: str, *, quant: dict[str, Any] | 
     for w in plan.weights:
         values[w.name] = find_format(w.format).fake_quant(values[w.name], name=w.name, scale_mode="even", dim=w.dim, dtype=torch.float32, faults=None)
     return tmp_path / "out", values
+
+
+def pattern(name: str) -> str:
+    """A tensor's name with its numbers as *."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def tensor_table(directory: Path) -> dict[str, list[Any]]:
+    """Pattern of name -> [dtype, shapes, count], of every tensor of a directory."""
+    reader, found = CheckpointReader(directory), dict[str, tuple[str, set[tuple[int, ...]], list[str]]]()
+    for name in reader.names:
+        dtype, shape = reader.info(name)
+        entry = found.setdefault(pattern(name), (dtype, set(), []))
+        assert entry[0] == dtype, f"{name}: layers differ in dtype"
+        entry[1].add(shape)
+        entry[2].append(name)
+    return {p: [dtype, [list(s) for s in sorted(shapes)], len(names)] for p, (dtype, shapes, names) in sorted(found.items())}
+
+
+def require_engine_names(directory: Path, *, name: str, layout: str) -> None:
+    """An export holds the names, shapes, dtypes and counts that were tried with the engines, and no packed tensor of zeros alone."""
+    recorded = ENGINE_NAMES["exports"][f"{name}/{layout}"]
+    table = tensor_table(directory)
+    assert table == recorded["tensors"]
+    for engine in ("vllm", "sglang"):
+        taken = recorded.get(engine, {})
+        if "parameters" in taken:
+            assert set(table) == set(taken["parameters"]) | set(taken["not_taken"]) | set(taken.get("not_offered", ())), engine
+    reader = CheckpointReader(directory)
+    for tensor in reader.names:
+        if reader.info(tensor)[0] in ("U8", "F8_E4M3"):
+            assert bool(reader.get(tensor).view(torch.uint8).any()), tensor

@@ -13,7 +13,7 @@ from .convert import content_of
 from .metadata import METADATA, read_export_metadata
 from .packed import PackedCheckpoint
 from .reader import DTYPES, CheckpointReader
-from .readers import geometry_warnings, reader_warnings
+from .readers import engine_notes, geometry_warnings, reader_warnings
 from .run import RUN_METADATA
 
 
@@ -49,7 +49,8 @@ def inspect_directory(directory: Path) -> str:
     if shapes:
         _, hidden, expert_hidden = shapes[0]
         lines += [f"  geometry      {warning}" for warning in geometry_warnings(hidden=hidden, expert_hidden=expert_hidden)]
-    lines += [f"  readers       {warning}" for warning in reader_warnings(content_of(checkpoint), layout=checkpoint.layout.name)]
+    notes = reader_warnings(content_of(checkpoint), layout=checkpoint.layout.name) + engine_notes(config["model_type"], layout=checkpoint.layout.name)
+    lines += [f"  readers       {note}" for note in notes]
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ def reader_warnings(content: Content, *, layout: str) -> tuple[str, ...]:
     if arch.layout == "gpt-oss":
         return ("no engine is known to read gpt-oss's experts one by one: this layout of it is for kilotok and for conversion back.",)
     if arch.misread is not None:
-        return (f"{arch.misread}. kilotok reads the directory right; vLLM was not run here.",)
+        return (f"{arch.misread}. kilotok reads the directory right.",)
     packed: dict[str, set[str]] = {}
     for p in content.packed_experts:
         assert p.place is not None
@@ -32,6 +32,14 @@ def reader_warnings(content: Content, *, layout: str) -> tuple[str, ...]:
                 "has one scheme a layer. Read it with kilotok alone, or keep whole layers.",)
     return ("some layers keep their experts at higher precision: transformers 5.24 with compressed-tensors refuses such a directory; kilotok reads it, "
             "and vLLM is told by `ignore` (bf16) or a group of their own (MXFP8), which was not run here.",)
+
+
+def engine_notes(model_type: str, *, layout: str) -> tuple[str, ...]:
+    """What engines were seen to do with the names of a layout, where that is not to load them."""
+    if layout == "compressed-tensors" and model_type not in ("deepseek_v2", "deepseek_v3", "deepseek_v4", "kimi_k3"):
+        return ("SGLang 0.5.23 takes MXFP4 experts by these names for DeepSeek and Kimi-K3 alone: for Qwen3-MoE, GLM-4 and MiniMax-M2 it LEAVES THEM ZERO "
+                "and only logs it, for Mixtral, OLMoE, Qwen2-MoE and Ernie it stops. vLLM 0.33 takes them",)
+    return ()
 
 
 def geometry_warnings(*, hidden: int, expert_hidden: int, ranks: Sequence[int] = (1, 2, 4, 8)) -> tuple[str, ...]:

@@ -171,8 +171,8 @@ def main() -> None:
         written = sum(p.stat().st_size for p in (folder / "out").glob("*.safetensors"))
         print(f"{result}")
         print(f"{args.layers} layer(s) of experts: {read / 1e9:.2f} GB of bf16 masters read, {written / 1e9:.2f} GB written, read again and compared in "
-              f"{seconds:.0f} s ({cpu_seconds:.0f} s of CPU, {args.jobs} thread(s)): {read / seconds / 1e9:.3f} GB/s of masters, {written / seconds / 1e9:.3f} GB/s of export; "
-              f"peak memory {peak / 2**30:.2f} GiB (before the export {before / 2**20:.2f}); this disk takes {disk:.2f} GB/s")
+              f"{seconds:.0f} s ({cpu_seconds:.0f} s of CPU, {args.jobs} thread(s)): {read / seconds / 1e9:.3f} GB/s of masters, {written / seconds / 1e9:.3f} GB/s of "
+              f"export; peak memory {peak / 2**30:.2f} GiB (before the export {before / 2**20:.2f}); this disk takes {disk:.2f} GB/s")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

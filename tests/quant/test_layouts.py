@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import finished_run
-from exports import IDS, differing, exported, files_of
+from exports import IDS, differing, exported, files_of, require_engine_names
 from families import FAMILIES, family_config, save_family
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
@@ -51,6 +51,7 @@ def test_every_layout_holds_the_values_of_training_and_converts_there_and_back_t
     out, values = exported(tmp_path, name, layout)
     assert PackedCheckpoint(out, arch=find_arch(load_config(out).model_type, where="test")).layout is find_layout(layout)
     assert differing(load_exported_model(out, dtype=torch.float32), values) == []
+    require_engine_names(out, name=name, layout=layout)
     other = "compressed-tensors" if layout != "compressed-tensors" else "gpt-oss" if name == "gpt_oss" else "mimo"
     if name not in (*MIMO, "gpt_oss"):
         with pytest.raises(ValueError, match="it keeps experts one by one"):
