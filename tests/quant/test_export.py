@@ -335,6 +335,7 @@ def test_a_disk_that_fills_up_while_writing_leaves_nothing(run: tuple[Path, dict
     assert done.returncode == 2, done.stderr
     assert "Free some space" in done.stderr
     assert_nothing_left(tmp_path, before=before)
+    assert kilotok(["export", str(run[0]), str(tmp_path / "out")]) == 0   # with room again
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0 or sys.platform != "linux", reason="mounting a small file system needs root on Linux")

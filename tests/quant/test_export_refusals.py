@@ -80,6 +80,19 @@ def test_an_fp16_parent_cannot_hold_kept_experts(tmp_path: Path) -> None:
         export_run(tmp_path / "run", tmp_path / "out")
 
 
+def test_a_trained_tensor_that_overflows_an_fp16_parent_is_refused(tmp_path: Path) -> None:
+    parent = save_tiny_moe(tmp_path / "parent")
+    save_file({n: w.to(torch.float16) for n, w in load_file(parent / "model.safetensors").items()}, parent / "model.safetensors", metadata={"format": "pt"})
+    finished_run(tmp_path / "run", parent)
+    model = load_model(parent, dtype=torch.float32)
+    everything = {f"student.{n}": p.detach().clone() for n, p in model.named_parameters()}
+    everything["student.model.norm.weight"][3] = 1e5
+    rewrite(tmp_path / "run", lambda s: s.update(everything), trainable="all")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: the trained weights \(largest 1e\+05\) do not fit the parent's torch\.float16"):
+        export_run(tmp_path / "run", tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))
+
+
 def test_the_dtype_of_every_tensor_on_disk_is_known_by_its_name_in_memory(tmp_path: Path) -> None:
     parent = save_family(tmp_path / "parent", "mixtral")
     state = load_file(parent / "model.safetensors")
