@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..quant.checkpoint import sha256_of_weights
 from ..quant.checkpoint.disk import share
-from ..quant.checkpoint.load import read_scale_mode
+from ..quant.checkpoint.metadata import read_scale_mode
 from .config import DraftConfig
 from .model import DraftModel
 

@@ -13,7 +13,9 @@ from ..dflash.checkpoint import DRAFT_DIRECTORY
 from ..dflash.export import KIND as DRAFT_RUN
 from ..dflash.export import export_draft
 from ..dflash.inspect import inspect_draft
-from ..quant.checkpoint import export_run, inspect_directory
+from ..quant.checkpoint import ExportOptions, RankResult, convert_directory, export_run, inspect_directory
+from ..quant.checkpoint.convert import DENSE, TARGETS
+from ..quant.checkpoint.layouts import WRITABLE
 from ..quant.checkpoint.run import RUN_METADATA, Run, read_meta
 from .bench import BenchOptions, bench_engine
 from .executors import DEVICES, DTYPES, EXECUTORS
@@ -21,19 +23,33 @@ from .loading import load_served
 from .shapes import SHAPES
 from .validate import ValidateOptions, validate
 
+JOBS = min(4, os.cpu_count() or 1)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 done, 1 validation found a failure, 2 wrong input (one line says what to do), 130 interrupted."""
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["train"]:
         return _exec_train(args[1:])
-    parser = argparse.ArgumentParser(prog="kilotok", description="MXFP4 experts, a DFlash draft head, a server: export, inspect, serve, validate, bench.")
+    parser = argparse.ArgumentParser(
+        prog="kilotok", description="MXFP4 experts, a DFlash draft head, a server: export, convert, inspect, serve, validate, bench.")
     parser.add_argument("--version", action="version", version=f"kilotok {_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="write a run's weights as a Hugging Face directory with packed experts")
     export.add_argument("run", type=Path, help="run directory of `train qat`; one of `train dflash-distill` gives the draft of its newest checkpoint")
     export.add_argument("out", type=Path, help="directory to create")
     export.add_argument("--parent", type=Path, help="where the parent model lies now, if it moved since the run")
+    export.add_argument("--layout", choices=WRITABLE, help="how experts are packed; default: the family's own, gpt-oss's or compressed-tensors")
+    export.add_argument("--prompts", type=Path, help="a text a line, over which the model read back is compared with the trained one; default: built-in ones")
+    export.add_argument("--rank", type=int, default=0, help="which of several processes this is (see ranks); rank 0 finishes the directory")
+    export.add_argument("--ranks", type=int, default=1, help="processes on one file system that write one directory, each its own experts")
+    export.add_argument("--jobs", type=int, default=JOBS, help=f"threads over shards (default {JOBS})")
+    convert = commands.add_parser("convert", help="write a directory with packed experts in another layout, byte for byte, or its values")
+    convert.add_argument("source", type=Path, help="a directory in compressed-tensors, gpt-oss, mimo or DeepSeek-V4's layout")
+    convert.add_argument("out", type=Path, help="directory to create")
+    convert.add_argument("--layout", choices=TARGETS, required=True, help=f"{DENSE}: the values, as an unquantized checkpoint that can be trained further")
+    convert.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help=f"of the {DENSE} values (default bfloat16, exact)")
+    convert.add_argument("--jobs", type=int, default=JOBS, help=f"threads over shards (default {JOBS})")
     inspect = commands.add_parser("inspect", help="print what a checkpoint directory holds, and the conventions of the draft head in it")
     inspect.add_argument("directory", type=Path)
     serve = commands.add_parser("serve", help="an OpenAI-compatible server for an exported directory and the draft head in it")
@@ -73,7 +89,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(args)
     try:
         if options.command == "export":
-            _export(options.run, options.out, parent=options.parent)
+            _export(options)
+        elif options.command == "convert":
+            _convert(options)
         elif options.command == "serve":
             _serve(options)
         elif options.command == "validate":
@@ -109,21 +127,41 @@ def _version() -> str:
         return "not installed as a package"
 
 
-def _export(run_dir: Path, out: Path, *, parent: Path | None) -> None:
+def _export(options: argparse.Namespace) -> None:
+    run_dir: Path = options.run
     if (run_dir / RUN_METADATA).is_file() and read_meta(run_dir)["kind"] == DRAFT_RUN:
-        step = export_draft(run_dir, out)
-        print(f"{out}: the draft of {run_dir} at step {step} of {read_meta(run_dir)['max_steps']}; {_measured(read_meta(run_dir), step=step)}")
+        step = export_draft(run_dir, options.out)
+        print(f"{options.out}: the draft of {run_dir} at step {step} of {read_meta(run_dir)['max_steps']}; {_measured(read_meta(run_dir), step=step)}")
         return
     run = Run.open(run_dir)
     if not run.is_complete:
         print(f"note: {run_dir} stopped at step {run.step} of {run.meta['max_steps']}; exporting that step", flush=True)
-    result = export_run(run_dir, out, parent_dir=parent)
+    prompts = tuple(line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()) if options.prompts is not None else ()
+    result = export_run(run_dir, options.out, parent_dir=options.parent, options=ExportOptions(
+        layout=options.layout, jobs=options.jobs, rank=options.rank, ranks=options.ranks, prompts=prompts))
+    if isinstance(result, RankResult):
+        print(f"{options.out}: rank {result.rank} of {options.ranks} wrote {result.shards} shard(s), {result.num_bytes / 1e6:.2f} MB; "
+              "rank 0 finishes the directory")
+        return
     rounded = f", {result.rounded_tensors} trained ones rounded to the parent's dtype" if result.rounded_tensors else ""
-    print(f"{result.directory}: {result.expert_tensors} tensors packed, {result.kept_tensors} kept as they were{rounded}; "
-          f"re-read: all {result.expert_weights:,} packed weights equal those training computed with, all other tensors what was to be written; "
-          f"{result.bytes_before / 1e6:.2f} MB -> {result.bytes_after / 1e6:.2f} MB")
+    print(f"{result.directory}: layout {result.layout}, {result.expert_tensors} tensors packed, {result.kept_tensors} kept as they were{rounded}; "
+          f"re-read: all {result.expert_weights:,} packed weights equal those training computed with, all other tensors what was to be written; {result.kl}; "
+          f"{result.bytes_before / 1e6:.2f} MB -> {result.bytes_after / 1e6:.2f} MB ({_counts(result.dtypes)})")
     for warning in result.warnings:
         print(f"warning: {warning}")
+
+
+def _convert(options: argparse.Namespace) -> None:
+    result = convert_directory(options.source, options.out, layout=options.layout, dtype=getattr(torch, options.dtype), jobs=options.jobs)
+    print(f"{result.directory}: layout {result.source_layout} -> {result.layout}; re-read: all {result.weights:,} packed weights equal the source's, "
+          f"{result.kept_tensors} tensors kept as they were; {result.bytes_before / 1e6:.2f} MB -> {result.bytes_after / 1e6:.2f} MB "
+          f"({_counts(result.dtypes)})")
+    for warning in result.warnings:
+        print(f"warning: {warning}")
+
+
+def _counts(dtypes: dict[str, int]) -> str:
+    return ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
 
 
 def _measured(meta: dict[str, Any], *, step: int) -> str:

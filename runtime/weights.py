@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..quant.archs import check_model_dir, find_arch
-from ..quant.checkpoint import CheckpointReader, packed_stems, read_exported_experts, read_packed
+from ..quant.checkpoint import PackedCheckpoint
 from ..quant.tensor import MXFP4Tensor
 from .archs import graph_of
 from .graph import LayerWeights, ModelGraph, ModelWeights
@@ -49,12 +49,11 @@ class CheckpointTensors:
     def __init__(self, directory: Path, *, graph: ModelGraph, config: dict[str, Any]) -> None:
         self.directory, self.graph = directory, graph
         self.arch = find_arch(config["model_type"], where=str(directory))
-        self.reader = CheckpointReader(directory)
-        self.packed = read_exported_experts(directory, arch=self.arch) if config.get("quantization_config") is not None else {}
-        self._stems = packed_stems(self.reader)
+        self.checkpoint = PackedCheckpoint(directory, arch=self.arch)
+        self.packed = self.checkpoint.experts() if self.checkpoint.layout is not None else {}
 
     def get(self, name: str, *shape: int) -> Tensor:
-        tensor = self.reader.get(name)
+        tensor = self.checkpoint.get(name)
         self._require(name, tensor.shape, shape)
         return tensor
 
@@ -85,13 +84,8 @@ class CheckpointTensors:
         packed = self.packed_experts(layer, leaf)
         if packed is not None:
             return packed.dequantize(dtype=torch.bfloat16)
-
-        def part(name: str) -> Tensor:
-            stem = name.removesuffix(".weight")
-            return read_packed(self.reader, stem, fmt=self._stems[stem]) if stem in self._stems else self.reader.get(name)
-
         name = self._name(layer, leaf)
-        fused = torch.stack([torch.cat([part(p) for p in parts]) for parts in self.arch.disk_names(name, num_experts=self.graph.num_experts)])
+        fused = torch.stack([torch.cat([self.checkpoint.get(p) for p in parts]) for parts in self.arch.disk_names(name, num_experts=self.graph.num_experts)])
         self._require(name, fused.shape, self._shape(leaf))
         return fused
 

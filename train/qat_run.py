@@ -167,7 +167,8 @@ def _train(recipe: QATRecipe, *, checkpoint: Path | None, main: dict[str, Any] |
 def check_config(config: Any, *, recipe: QATRecipe) -> None:
     """What the recipe asks of the model and the machine, before anything is read."""
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"model: {recipe.model} is quantized already. QAT starts from the unquantized (bf16) parent: give that checkpoint.")
+        raise ValueError(f"model: {recipe.model} is quantized already. QAT starts from the unquantized (bf16) parent: give that checkpoint, "
+                         f"or the values of this one, by `kilotok convert {recipe.model} OUT --layout dense`.")
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and recipe.data.sequence_length > longest:
         raise RecipeError(f"data.sequence_length: {recipe.data.sequence_length} is beyond the model's max_position_embeddings, {longest}. Lower it.")

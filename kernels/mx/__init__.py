@@ -1,6 +1,6 @@
 """MX (OCP Microscaling) operations on raw tensors: quantize, pack, dequantize, fake-quantize.
 
-`x` runs a Triton kernel on CUDA and the plain-torch twin `x_ref` on the CPU; their results are bit-equal.
+`x` runs a Triton kernel on CUDA and 16-bit integer steps on the CPU (cpu.py); `x_ref` is the plain-torch twin of both, bit-equal.
 """
 
 from .dequantize import dequantize_mxfp4, dequantize_mxfp4_ref

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .cpu import dequantize_mxfp4_cpu
 from .device import decode, write_result
 from .format import E2M1_MAGNITUDES, MAX_EXACT_SCALE, MX_BLOCK_SIZE
 from .launch import bits_of, launch_rows
@@ -43,7 +44,7 @@ def dequantize_mxfp4_ref(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype =
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The weights that packed MXFP4 bytes stand for: `dequantize_mxfp4_ref` on the CPU, its kernel on CUDA.
+    """The weights that packed MXFP4 bytes stand for: `cpu.py` on the CPU, a kernel on CUDA.
 
     Shapes: blocks uint8 [..., Q, 16], scales uint8 [..., Q]. Returns `dtype`, bf16 or fp32, [..., 32 * Q].
     Cost: on CUDA the largest scale is read back first, which waits for the device; tensors that are not contiguous are copied.
@@ -53,7 +54,8 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype = tor
     if dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"dequantize_mxfp4: dtype must be bfloat16 or float32; got {dtype}.")
     if blocks.device.type == "cpu":
-        return dequantize_mxfp4_ref(blocks, scales, dtype=dtype)
+        _check_packed(blocks, scales, dtype=dtype)
+        return dequantize_mxfp4_cpu(blocks, scales).to(dtype)
     _check_packed(blocks, scales, dtype=dtype)
     out = torch.empty((*scales.shape[:-1], scales.shape[-1] * MX_BLOCK_SIZE), dtype=dtype, device=blocks.device)
     words = _words(blocks)

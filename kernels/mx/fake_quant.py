@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .cpu import dequantize_mxfp4_cpu, quantize_mxfp4_cpu
 from .device import choose_scale, read_back, read_source, round_elements, write_result
 from .format import MX_BLOCK_SIZE, ScaleMode
 from .launch import bits_of, blocks_last, flag_of, launch_columns, launch_rows, source_of
@@ -44,7 +45,7 @@ def fake_quant_mxfp4(
         raise ValueError(f"{where}: out_dtype must be bfloat16 or float32; got {out_dtype}.")
     source, inner_dim = source_of(w, dim=dim, scale_mode=scale_mode, where=where)
     if source.device.type == "cpu":
-        result = fake_quant_mxfp4_ref(blocks_last(source, dim=inner_dim), scale_mode=scale_mode).to(out_dtype)
+        result = _fake_quant_on_cpu(blocks_last(source, dim=inner_dim), scale_mode=scale_mode).to(out_dtype)
         return result.mT if dim == -2 else result
     out = torch.empty_like(source, dtype=out_dtype)
     flag = flag_of(faults, device=w.device, where=where)
@@ -57,6 +58,14 @@ def fake_quant_mxfp4(
         fake_quant_mxfp4_ref(blocks_last(source, dim=inner_dim), scale_mode=scale_mode)   # finds and names the weight
         raise RuntimeError(f"{where}: the kernel met a weight without a code, and its twin met none. Report this with the weight.")
     return out if inner_dim == dim else out.mT
+
+
+def _fake_quant_on_cpu(w: Tensor, *, scale_mode: ScaleMode) -> Tensor:
+    packed = quantize_mxfp4_cpu(w, scale_mode=scale_mode)
+    if packed is None:
+        return fake_quant_mxfp4_ref(w, scale_mode=scale_mode)
+    check_scales_ref(packed[1], where="fake_quant_mxfp4")
+    return dequantize_mxfp4_cpu(*packed)
 
 
 @triton.jit

@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .cpu import quantize_mxfp4_cpu
 from .device import choose_scale, encode, read_source, round_elements
 from .format import E2M1_MAGNITUDES, MAX_EXACT_SCALE, MX_BLOCK_SIZE, SCALE_MODES, ScaleMode
 from .launch import bits_of, blocks_last, flag_of, launch_columns, launch_rows, source_of
@@ -145,7 +146,7 @@ def quantize_mxfp4(w: Tensor, *, scale_mode: ScaleMode, dim: int = -1, faults: T
         element) and scales uint8 [..., D/32]. MX blocks run along `dim`, -1 or -2; w [E, D, F] with dim -2 gives the order
         of checkpoints, blocks [E, F, D/32, 16].
     Numerics: exact on w rounded to bf16. The result is detached.
-    Cost: on CUDA one kernel; on the CPU the twin. A w that is neither contiguous nor a contiguous tensor with its last two
+    Cost: on CUDA one kernel; on the CPU `cpu.py`. A w that is neither contiguous nor a contiguous tensor with its last two
         dimensions exchanged is copied first. Without `faults` one flag is read back, which waits for the device.
     Errors: ValueError with index (counted with D last) for NaN, infinity and scales beyond 252. Given `faults`, int32 [1] on
         the device of w, a CUDA call stores 1 there instead and returns; its result is then undefined.
@@ -153,7 +154,7 @@ def quantize_mxfp4(w: Tensor, *, scale_mode: ScaleMode, dim: int = -1, faults: T
     where = "quantize_mxfp4"
     source, dim = source_of(w, dim=dim, scale_mode=scale_mode, where=where)
     if source.device.type == "cpu":
-        return _quantize_packed_ref(blocks_last(source, dim=dim), scale_mode=scale_mode)
+        return _quantize_on_cpu(blocks_last(source, dim=dim), scale_mode=scale_mode)
     depth, columns = source.shape[dim], source.shape[-1]
     leading = source.shape[:-1] if dim == -1 else (*source.shape[:-2], columns)
     num_Q = depth // MX_BLOCK_SIZE
@@ -169,6 +170,14 @@ def quantize_mxfp4(w: Tensor, *, scale_mode: ScaleMode, dim: int = -1, faults: T
         _quantize_packed_ref(blocks_last(source, dim=dim), scale_mode=scale_mode)   # finds and names the weight
         raise RuntimeError(f"{where}: the kernel met a weight without a code, and its twin met none. Report this with the weight.")
     return blocks, scales
+
+
+def _quantize_on_cpu(w: Tensor, *, scale_mode: ScaleMode) -> tuple[Tensor, Tensor]:
+    packed = quantize_mxfp4_cpu(w, scale_mode=scale_mode)
+    if packed is None:
+        return _quantize_packed_ref(w, scale_mode=scale_mode)
+    check_scales_ref(packed[1], where="quantize_mxfp4")
+    return packed
 
 
 def _quantize_packed_ref(w: Tensor, *, scale_mode: ScaleMode) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,8 @@ class MoEArch:
     shared: str = r".*\.mlp\.shared_experts?\.(gate|up|down)_proj\.weight"       # what `quant.shared_experts` adds
     attention: str = r".*\.(self_attn|linear_attn)\..*\.weight"                  # what `quant.attention` covers, where it is a linear layer
     router: str = r".*\.mlp\.gate\..*"                                           # the tensors that pick experts
-    layout: Literal["compressed-tensors", "gpt-oss"] = "compressed-tensors"      # how the export packs the experts
+    layout: str = "compressed-tensors"                       # how the export packs the experts unless another layout is asked for
+    released: tuple[tuple[str, str], ...] = ()               # names of the release that transformers does not write: (regular expression, replacement)
     misread: str | None = None    # what transformers does with the export, where it does not read it right
 
     def canonical(self, weight: Tensor) -> Tensor:
@@ -82,7 +83,14 @@ class MoEArch:
         """The name on disk of a module's tensors."""
         return module if self.renamed is None else module.replace(*self.renamed)
 
+    def standard_name(self, name: str) -> str:
+        """A checkpoint's name as transformers would write it, where the family's release has names of its own."""
+        for pattern, replacement in self.released:
+            name = re.sub(pattern, replacement, name)
+        return name
+
     def memory_module(self, module: str) -> str:
+        module = self.standard_name(module)
         return module if self.renamed is None else module.replace(self.renamed[1], self.renamed[0])
 
     def disk_names(self, fused_name: str, *, num_experts: int) -> list[list[str]]:

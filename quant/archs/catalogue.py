@@ -1,9 +1,9 @@
 """The catalogue: one line a layout."""
 
-from . import gpt_oss, granitemoe, kimi_linear, llama4, mixtral, qwen_moe
+from . import deepseek_v4, gpt_oss, granitemoe, kimi_linear, llama4, mixtral, qwen_moe
 from .base import MoEArch
 
-ARCHS: tuple[MoEArch, ...] = (qwen_moe.ARCH, mixtral.ARCH, kimi_linear.ARCH, granitemoe.ARCH, gpt_oss.ARCH, llama4.ARCH)
+ARCHS: tuple[MoEArch, ...] = (qwen_moe.ARCH, mixtral.ARCH, kimi_linear.ARCH, granitemoe.ARCH, gpt_oss.ARCH, llama4.ARCH, deepseek_v4.ARCH)
 
 
 def find_arch(model_type: str, *, where: str) -> MoEArch:

@@ -9,7 +9,7 @@ ARCH = MoEArch(
     fused={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
     stored="fused",
     stored_names={"gate_up_proj": "input_linear.weight", "down_proj": "output_linear.weight"},
-    misread="transformers 5.24 takes no experts one by one for GraniteMoE: it loads them with RANDOM weights and only warns",
+    misread="transformers 5.24 takes no experts one by one for GraniteMoE: it loads them with RANDOM weights and only warns; vLLM 0.33 leaves them out as well",
     not_experts=(),
     router=r".*\.block_sparse_moe\.router\..*",
 )

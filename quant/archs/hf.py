@@ -68,15 +68,16 @@ def load_tokenizer(path: Path) -> Any:
 def memory_names(model: nn.Module, disk_names: Sequence[str]) -> dict[str, str]:
     """Checkpoint names -> names in memory, by the conversions transformers loads this family with.
 
-    A tensor that is merged with others on loading gets the name of the merged one.
+    A tensor that is merged with others on loading gets the name of the merged one; one that has a name of the model's keeps it.
     """
+    own = set(model.state_dict())
     transforms = get_model_conversion_mapping(model)   # type: ignore[arg-type]
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     found = {}
     for name in disk_names:
         key = name
-        for renaming in renamings:
+        for renaming in renamings if name not in own else ():
             key = renaming.rename_source_key(key)[0]
         for converter in converters:
             key, matched = converter.rename_source_key(key)

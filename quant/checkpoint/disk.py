@@ -1,6 +1,7 @@
 """Writing so that nothing half-written is ever found: temporary names, renames, and room checked beforehand."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -42,6 +43,62 @@ def new_directory(path: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):   # someone else uses it by now
                 folder.rmdir()
         raise
+
+
+@contextlib.contextmanager
+def resumable_directory(path: Path, *, fingerprint: str, rank: int = 0, ranks: int = 1) -> Iterator[Path]:
+    """A directory beside `path` whose finished files outlive a kill: the next call with the same fingerprint finds them.
+
+    The caller renames it with `give_name`. One process a rank holds it. After an error of a single rank it is removed, as are those that
+    a killed run of another fingerprint left; after an interrupt, or with several ranks, what is finished stays for the next call.
+    Errors: FileExistsError when `path` exists, RuntimeError when another process writes it.
+    """
+    refuse_existing(path)
+    created = [p for p in path.parent.parents if not p.exists()] + ([path.parent] if not path.parent.exists() else [])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.parent / f".{path.name}.unfinished-{fingerprint[:12]}"
+    if rank == 0:
+        _remove_stale(path, keep=partial)
+    partial.mkdir(exist_ok=True)
+    with (partial / f".lock-{rank}").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RuntimeError(f"{partial}: another process is writing {path}. Wait for it, or stop it first.") from error
+        try:
+            yield partial
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            if ranks == 1:
+                shutil.rmtree(partial, ignore_errors=True)
+                for folder in sorted(created, key=lambda p: -len(p.parts)):
+                    with contextlib.suppress(OSError):   # someone else uses it by now
+                        folder.rmdir()
+            raise
+
+
+def give_name(partial: Path, path: Path) -> None:
+    """The finished directory gets its name, and loses what was there for the writing only."""
+    refuse_existing(path)
+    for hidden in partial.glob(".*"):
+        hidden.unlink()
+    partial.rename(path)
+
+
+def _remove_stale(path: Path, *, keep: Path) -> None:
+    """Directories that killed runs left beside `path`; those another process still holds are kept."""
+    for stale in path.parent.glob(f".{path.name}.unfinished-*"):
+        if stale == keep:
+            continue
+        with contextlib.ExitStack() as stack:
+            try:
+                for name in stale.glob(".lock-*"):
+                    fcntl.flock(stack.enter_context(name.open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            print(f"removing {stale}, left by an export of something else that was killed")
+            shutil.rmtree(stale)
 
 
 def refuse_existing(path: Path) -> None:

@@ -1,16 +1,41 @@
-"""The tensors of a Hugging Face directory, read one at a time from its safetensors files."""
+"""The tensors of a Hugging Face directory, read one at a time from its safetensors files.
+
+Files are read, not mapped: the pages of a mapped file count as memory of the process until it is closed, and a checkpoint may be a
+terabyte. A tensor costs its own size, while it is used.
+"""
 
 import hashlib
 import json
+import math
+import os
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32, "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies."""
+
+    path: Path
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class CheckpointReader:
@@ -31,56 +56,118 @@ class CheckpointReader:
         else:
             raise FileNotFoundError(f"{directory}: no {SINGLE} and no {INDEX}. Give a Hugging Face directory with safetensors weights.")
         self.files = [directory / f for f in files]
-        self._file_of: dict[str, Path] = {}
-        self._info: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._open: dict[Path, Any] = {}   # opening a file parses its header, 28 ms with 18,432 tensors: once, not for each of them
+        self._places: dict[str, _Place] = {}
         for path in self.files:
             if not path.is_file():
                 raise FileNotFoundError(f"{path}: named by {INDEX} but not there. The copy is incomplete: fetch this shard.")
             try:
-                file = self._open[path] = safe_open(path, framework="pt")
-                for name in file.keys():   # noqa: SIM118 - not a dict
-                    part = file.get_slice(name)
-                    self._file_of[name], self._info[name] = path, (part.get_dtype(), tuple(part.get_shape()))
-            except SafetensorError as error:
+                self._places.update(read_header(path))
+            except (ValueError, KeyError, TypeError, struct.error) as error:
                 raise ValueError(f"{path}: cannot be read as safetensors ({error}). It is truncated or damaged: copy or download it again.") from error
-        if (directory / INDEX).is_file() and set(weight_map) != set(self._file_of):
-            missing = sorted(set(weight_map) ^ set(self._file_of))[0]
-            raise ValueError(f"{directory / INDEX}: disagrees with the shards about {missing}. Fetch the checkpoint again.")
+        if (directory / INDEX).is_file():
+            for name in sorted(set(weight_map) ^ set(self._places)):
+                raise ValueError(f"{directory / INDEX}: disagrees with the shards about {name}. Fetch the checkpoint again.")
+            for name, file in weight_map.items():
+                if self._places[name].path.name != file:
+                    raise ValueError(f"{directory / INDEX}: says that {name} is in {file}; it is in {self._places[name].path.name}. "
+                                     "Fetch the checkpoint again.")
 
     @property
     def names(self) -> list[str]:
-        return list(self._file_of)
+        return list(self._places)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._places
 
     def get(self, name: str) -> Tensor:
-        if name not in self._file_of:
-            raise ValueError(f"{self.directory}: no tensor named {name}. The checkpoint is incomplete or of another family.")
-        tensor: Tensor = self._open[self._file_of[name]].get_tensor(name)
-        return tensor
+        shape = self.info(name)[1]
+        return self._read(name, first=0, shape=shape)
 
     def rows(self, name: str, *, start: int, stop: int) -> Tensor:
         """Part of a tensor along dim 0; only that part is read."""
-        if not self.info(name)[1]:
+        shape = self.info(name)[1]
+        if not shape:
             return self.get(name)
-        tensor: Tensor = self._open[self._file_of[name]].get_slice(name)[start:stop]
-        return tensor
+        start, stop = (min(max(i, 0), shape[0]) for i in (start, stop))
+        return self._read(name, first=start * math.prod(shape[1:]), shape=(max(stop - start, 0), *shape[1:]))
 
     def info(self, name: str) -> tuple[str, tuple[int, ...]]:
         """(safetensors dtype, shape) without reading the values."""
-        return self._info[name]
+        if name not in self._places:
+            raise ValueError(f"{self.directory}: no tensor named {name}. The checkpoint is incomplete or of another family.")
+        place = self._places[name]
+        return place.dtype, place.shape
+
+    def file_of(self, name: str) -> Path:
+        return self._places[name].path
+
+    def _read(self, name: str, *, first: int, shape: tuple[int, ...]) -> Tensor:
+        place = self._places[name]
+        dtype = DTYPES[place.dtype]
+        return read_tensor(place.path, offset=place.offset + first * dtype.itemsize, dtype=dtype, shape=shape)
 
     @property
     def num_bytes(self) -> int:
         return sum(f.stat().st_size for f in self.files)
 
 
-def sha256_of_weights(directory: Path) -> str:
+def read_tensor(path: Path, *, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor out of raw bytes. Errors: ValueError when the file ends before it does."""
+    data = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+    view, done = bytes_of(data), 0
+    if len(view):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            while done < len(view):   # one call reads 2 GiB at most
+                read = os.preadv(descriptor, [view[done:]], offset + done)
+                if not read:
+                    raise ValueError(f"{path}: ends at byte {offset + done}, inside a tensor. It was truncated: copy it again.")
+                done += read
+        finally:
+            os.close(descriptor)
+    return data.view(dtype).view(shape)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's memory, of a contiguous copy where it is not contiguous."""
+    array: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def read_header(path: Path) -> dict[str, _Place]:
+    """The places of a file's tensors, from its header: eight bytes of length, then JSON. Errors: ValueError when they do not cover the file."""
+    size = path.stat().st_size
+    with path.open("rb") as f:
+        (length,) = struct.unpack("<Q", f.read(8))
+        if length > size - 8:
+            raise ValueError(f"its header says it is {length} bytes long, the file has {size}")
+        described: dict[str, Any] = json.loads(f.read(length))
+    places, end = {}, 0
+    for name, entry in described.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{name} has dtype {entry['dtype']}; dtypes read here are {', '.join(DTYPES)}")
+        (start, stop), shape = entry["data_offsets"], tuple(entry["shape"])
+        if stop - start != math.prod(shape) * DTYPES[entry["dtype"]].itemsize:
+            raise ValueError(f"{name} has {stop - start} bytes for {entry['dtype']} {shape}")
+        end = max(end, stop)
+        places[name] = _Place(path, 8 + length + start, entry["dtype"], shape)
+    if sum(math.prod(p.shape) * DTYPES[p.dtype].itemsize for p in places.values()) != end or 8 + length + end != size:
+        raise ValueError(f"its tensors end at byte {8 + length + end}, the file at {size}")
+    return places
+
+
+def sha256_of_weights(directory: Path, *, jobs: int = 1) -> str:
     """One hash over the weight files of a directory, in name order."""
-    digest = hashlib.sha256()
-    for path in CheckpointReader(directory).files:
+    return sha256_of_files(CheckpointReader(directory).files, jobs=jobs)
+
+
+def sha256_of_files(files: Sequence[Path], *, jobs: int = 1) -> str:
+    """One hash over the contents of files, in the order given."""
+    def one(path: Path) -> bytes:
         with path.open("rb") as f:
-            digest.update(hashlib.file_digest(f, "sha256").digest())
-    return digest.hexdigest()
+            return hashlib.file_digest(f, "sha256").digest()
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return hashlib.sha256(b"".join(pool.map(one, files))).hexdigest()

@@ -1,8 +1,11 @@
 """A QAT run directory as the export sees it: metadata and the newest weights. No Lightning needed."""
 
+import contextlib
 import json
 import pickle
 import warnings
+import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from ...kernels.mx import ScaleMode
 from ..plan import PlanOptions
+from .masters import Masters
+from .reader import sha256_of_files
 
 WEIGHTS_PREFIX = "student."   # of the trained module inside a Lightning checkpoint
 RUN_METADATA = "meta.json"
@@ -72,12 +77,28 @@ class Run:
         state = read_checkpoint(self.checkpoint)
         return {k.removeprefix(WEIGHTS_PREFIX): v for k, v in state.items() if k.startswith(WEIGHTS_PREFIX)}
 
-    def export_metadata(self) -> dict[str, Any]:
+    def open_masters(self) -> Masters:
+        """Trained parameters by in-memory name, read when they are used.
+
+        Errors: ValueError for a checkpoint that cannot be read.
+        """
+        if not self.checkpoint.is_dir():
+            return Masters.of_tensors(self.load_trained_weights())   # mapped
+        with reading(self.checkpoint):
+            return Masters.of_shards(self.checkpoint, prefix=WEIGHTS_PREFIX)
+
+    def checkpoint_sha256(self, *, jobs: int = 1) -> str:
+        """One hash over the files of the checkpoint, in name order."""
+        files = sorted(p for p in self.checkpoint.iterdir() if p.is_file()) if self.checkpoint.is_dir() else [self.checkpoint]
+        return sha256_of_files(files, jobs=jobs)
+
+    def export_metadata(self, *, layout: str, checkpoint_sha256: str) -> dict[str, Any]:
         """What kilotok.json of the export says: how its numbers were made, and from what."""
         return {
+            "layout": layout,
             "format": "mxfp4", "scale_mode": self.scale_mode, "rounding": "ties to even",
             "source_dtype": "bfloat16", "parent": self.meta["parent"], "quant": self.meta["quant"],
-            "run": {"step": self.step, "max_steps": self.meta["max_steps"],
+            "run": {"step": self.step, "max_steps": self.meta["max_steps"], "checkpoint_sha256": checkpoint_sha256,
                     "results": {k: self.meta.get(k) for k in ("round_to_nearest", "round_to_nearest_modes", "control", "qat")}},
             "versions": self.meta["versions"],
         }
@@ -102,14 +123,21 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
 
     Errors: ValueError when it is truncated or damaged.
     """
-    try:
+    with reading(path):
         if path.is_dir():
             return _read_shards(path)
         state: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["state_dict"]
-    except (RuntimeError, pickle.UnpicklingError, KeyError, EOFError, ValueError, OSError, CheckpointException) as error:
+    return state
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What goes wrong in a checkpoint, as one error that names it."""
+    try:
+        yield
+    except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, EOFError, ValueError, OSError, CheckpointException) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path}: cannot be read as a checkpoint ({reason}). Remove it and continue the run with --resume.") from error
-    return state
 
 
 def _read_shards(path: Path) -> dict[str, Tensor]:

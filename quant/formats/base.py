@@ -1,11 +1,13 @@
 """What a number format must say: which weights it can hold, what they become, and their bytes and description on disk.
 
 A weight is canonical here: [..., out, in], blocks along the input. Every format reads the weight rounded to bf16 (SOURCE_DTYPE) and
-gives bf16 values; `from_disk(to_disk(w))` equals `fake_quant(w)` bit for bit, for a weight and for any slice of its leading dims or
-whole row groups.
+gives bf16 values; `decode(encode(w))` equals `fake_quant(w)` bit for bit, for a weight and for any slice of its leading dims or
+whole row groups. What the two tensors of an encoded weight are called on disk, and how they lie there, is a layout's word
+(checkpoint/layouts).
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +16,25 @@ from torch import Tensor
 from ...kernels.mx import ScaleMode
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packed:
+    """A weight [..., out, in] in a format: the exchange form of all layouts, which only name, shape and cast these two tensors.
+
+        mxfp4       elements uint8 [..., out, in / 2], low nibble the even input    scales uint8 [..., out, in / 32], E8M0
+        mxfp8       elements float8_e4m3fn [..., out, in]                           scales uint8 [..., out, in / 32], E8M0
+        fp8_block   elements float8_e4m3fn [out, in]      scales bf16 or fp32 [ceil(out / 128), ceil(in / 128)], factors
+    """
+
+    format: str
+    elements: Tensor
+    scales: Tensor
+
+
 class NumberFormat(ABC):
     """One format; stateless."""
 
     name: str                     # in recipes and records
     title: str                    # in tables
-    suffixes: tuple[str, ...]     # of its tensors on disk, each replacing `.weight`
 
     @abstractmethod
     def num_bytes(self, shape: tuple[int, ...]) -> int:
@@ -38,12 +53,12 @@ class NumberFormat(ABC):
         """
 
     @abstractmethod
-    def to_disk(self, weight: Tensor, *, name: str, scale_mode: ScaleMode) -> dict[str, Tensor]:
-        """The tensors that stand for the weight `name` (ending in .weight), [out, in]."""
+    def encode(self, weight: Tensor, *, name: str, scale_mode: ScaleMode) -> Packed:
+        """The weight [..., out, in] in this format. Errors: ValueError naming `name` and the index for what it cannot hold."""
 
     @abstractmethod
-    def from_disk(self, tensors: dict[str, Tensor]) -> Tensor:
-        """The weight, bf16 [out, in], from its tensors by suffix."""
+    def decode(self, packed: Packed) -> Tensor:
+        """The weight, bf16 [..., out, in]. Errors: ValueError for scales that stand for no number."""
 
     @abstractmethod
     def scheme(self) -> dict[str, Any]:

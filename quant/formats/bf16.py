@@ -7,14 +7,13 @@ from torch import Tensor
 
 from ...kernels.mx import ScaleMode
 from ..tensor import SOURCE_DTYPE
-from .base import NumberFormat
+from .base import NumberFormat, Packed
 from .checks import require_finite_weight
 
 
 class BF16(NumberFormat):
     name = "bf16"
     title = "bf16"
-    suffixes = ("weight",)
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         return 2 * torch.Size(shape).numel()
@@ -26,12 +25,12 @@ class BF16(NumberFormat):
         require_finite_weight(weight, name=name, faults=faults)
         return weight.to(SOURCE_DTYPE).to(dtype)
 
-    def to_disk(self, weight: Tensor, *, name: str, scale_mode: ScaleMode) -> dict[str, Tensor]:
+    def encode(self, weight: Tensor, *, name: str, scale_mode: ScaleMode) -> Packed:
         require_finite_weight(weight, name=name, faults=None)
-        return {name: weight.to(SOURCE_DTYPE).contiguous()}
+        return Packed(format=self.name, elements=weight.to(SOURCE_DTYPE).contiguous(), scales=torch.empty(0, dtype=torch.uint8))
 
-    def from_disk(self, tensors: dict[str, Tensor]) -> Tensor:
-        return tensors["weight"].to(SOURCE_DTYPE)
+    def decode(self, packed: Packed) -> Tensor:
+        return packed.elements
 
     def scheme(self) -> dict[str, Any]:
         raise NotImplementedError("bf16 weights are no group of a quantization config: they are listed in its `ignore`.")

@@ -1,8 +1,7 @@
 """FP8 (E4M3) with one scale per 128 x 128 tile, as DeepSeek-V3 and MiMo-V2 keep their attention.
 
 The scale is amax / 448 rounded to bf16, so that a reader which keeps scales in bf16 and one that keeps them in fp32 compute the
-same product; a weight is element times scale, rounded once to bf16. On disk, as compressed-tensors' `float-quantized` with the block
-strategy: X.weight float8_e4m3fn [out, in] and X.weight_scale bf16 [ceil(out / 128), ceil(in / 128)].
+same product; a weight is element times scale, rounded once to bf16.
 Source: DeepSeek-V3 technical report (arXiv 2412.19437) section 3.3; compressed-tensors 0.20.1, FP8_BLOCK.
 """
 
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 from ...kernels.mx import ScaleMode
 from ..tensor import SOURCE_DTYPE
-from .base import NumberFormat
+from .base import NumberFormat, Packed
 from .checks import E4M3_LIMIT, require_finite_weight
 
 TILE = 128
@@ -24,7 +23,6 @@ E4M3_MAX = 448.0
 class FP8Block(NumberFormat):
     name = "fp8_block"
     title = "FP8 128x128"
-    suffixes = ("weight", "weight_scale")
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         *lead, rows, columns = shape
@@ -37,14 +35,13 @@ class FP8Block(NumberFormat):
         require_finite_weight(weight, name=name, faults=faults, limit=E4M3_LIMIT)   # tiles are square: the orientation does not matter
         return _values(*_quantize(weight)).to(dtype)
 
-    def to_disk(self, weight: Tensor, *, name: str, scale_mode: ScaleMode) -> dict[str, Tensor]:
+    def encode(self, weight: Tensor, *, name: str, scale_mode: ScaleMode) -> Packed:
         require_finite_weight(weight, name=name, faults=None, limit=E4M3_LIMIT)
         elements, scales = _quantize(weight)
-        stem = name.removesuffix(".weight")
-        return {f"{stem}.weight": elements.contiguous(), f"{stem}.weight_scale": scales.contiguous()}
+        return Packed(format=self.name, elements=elements.contiguous(), scales=scales.contiguous())
 
-    def from_disk(self, tensors: dict[str, Tensor]) -> Tensor:
-        return _values(tensors["weight"], tensors["weight_scale"])
+    def decode(self, packed: Packed) -> Tensor:
+        return _values(packed.elements, packed.scales)
 
     def scheme(self) -> dict[str, Any]:
         weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "block_structure": [TILE, TILE], "dynamic": False,

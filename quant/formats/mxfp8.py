@@ -1,8 +1,7 @@
 """MXFP8: E4M3 elements under one E8M0 scale per 32 weights along the input.
 
 The scale is the least power of two that keeps the largest magnitude within 448 (ceil(log2(amax / 448)), the rule of the engines that
-quantize activations), so nothing saturates; elements are rounded to nearest, ties to even. On disk, as compressed-tensors'
-`mxfp8-quantized`: X.weight float8_e4m3fn [out, in] and X.weight_scale uint8 [out, in / 32].
+quantize activations), so nothing saturates; elements are rounded to nearest, ties to even.
 Source: OCP MX v1.0 sections 5.3.1 (E4M3) and 5.4.1 (E8M0); compressed-tensors 0.20.1, compressors/mxfp8.
 """
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ...kernels.mx import MX_BLOCK_SIZE, ScaleMode
 from ..tensor import SOURCE_DTYPE
-from .base import NumberFormat
+from .base import NumberFormat, Packed
 from .checks import E4M3_LIMIT, require_finite_weight
 
 _BIAS = 127
@@ -24,7 +23,6 @@ _LARGEST_MANTISSA = 1.75 / 2      # as frexp gives it
 class MXFP8(NumberFormat):
     name = "mxfp8"
     title = "MXFP8"
-    suffixes = ("weight", "weight_scale")
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         elements = torch.Size(shape).numel()
@@ -39,15 +37,16 @@ class MXFP8(NumberFormat):
         require_finite_weight(weight, name=name, faults=faults, limit=E4M3_LIMIT)
         return _values(*_quantize(weight.movedim(dim, -1))).movedim(-1, dim).to(dtype)
 
-    def to_disk(self, weight: Tensor, *, name: str, scale_mode: ScaleMode) -> dict[str, Tensor]:
+    def encode(self, weight: Tensor, *, name: str, scale_mode: ScaleMode) -> Packed:
         require_finite_weight(weight, name=name, faults=None, limit=E4M3_LIMIT)
         elements, exponents = _quantize(weight)
-        stem = name.removesuffix(".weight")
-        return {f"{stem}.weight": elements.flatten(-2).contiguous(), f"{stem}.weight_scale": (exponents + _BIAS).to(torch.uint8)}
+        return Packed(format=self.name, elements=elements.flatten(-2).contiguous(), scales=(exponents + _BIAS).to(torch.uint8))
 
-    def from_disk(self, tensors: dict[str, Tensor]) -> Tensor:
-        elements, scales = tensors["weight"], tensors["weight_scale"]
-        return _values(elements.unflatten(-1, (scales.shape[-1], MX_BLOCK_SIZE)), scales.int() - _BIAS)
+    def decode(self, packed: Packed) -> Tensor:
+        scales = packed.scales
+        if scales.numel() and int(scales.max()) > 2 * _BIAS:
+            raise ValueError("mxfp8: scale byte 255 is NaN. The checkpoint is damaged or not MXFP8.")
+        return _values(packed.elements.unflatten(-1, (scales.shape[-1], MX_BLOCK_SIZE)), scales.int() - _BIAS)
 
     def scheme(self) -> dict[str, Any]:
         weights = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": MX_BLOCK_SIZE, "strategy": "group", "dynamic": False,

@@ -6,7 +6,6 @@ import json
 import math
 import platform
 import shlex
-import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 
 from ...dflash.checkpoint import DRAFT_DIRECTORY, read_metadata
-from ...quant.checkpoint import CheckpointReader, sha256_of_weights
-from ...quant.checkpoint.load import METADATA, read_export_metadata
-from ...quant.formats.mxfp4 import PACKED, SCALE
+from ...quant.archs import find_arch
+from ...quant.checkpoint import CheckpointReader, PackedCheckpoint, sha256_of_weights
+from ...quant.checkpoint.metadata import METADATA, read_export_metadata
 from .stats import not_measured
 
 PACKAGES = ("kilotok", "torch", "transformers", "openai")
@@ -45,19 +44,12 @@ def find_parent(out: Path, *, given: Path | None) -> Path | str:
 def sizes(out: Path, *, no_draft: str | None) -> dict[str, Any]:
     """Bytes on disk: weight files, packed experts inside them, draft head."""
     files = CheckpointReader(out).files
-    experts = sum(size for path in files for name, size in _tensor_bytes(path).items() if name.endswith((f".{PACKED}", f".{SCALE}")))
+    config = json.loads((out / "config.json").read_text())
+    experts = PackedCheckpoint(out, arch=find_arch(config.get("model_type"), where=str(out))).num_bytes("mxfp4")
     draft = sum(path.stat().st_size for path in (out / DRAFT_DIRECTORY).glob("*.safetensors"))
     return {"weight_files_bytes": sum(path.stat().st_size for path in files),
             "packed_experts_bytes": experts or not_measured("no packed expert in the files"),
             "draft_files_bytes": draft if no_draft is None else not_measured(no_draft)}
-
-
-def _tensor_bytes(path: Path) -> dict[str, int]:
-    """Bytes of every tensor of a safetensors file, from its header: eight bytes of length, then JSON."""
-    with path.open("rb") as f:
-        (length,) = struct.unpack("<Q", f.read(8))
-        header = json.loads(f.read(length))
-    return {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def describe(out: Path, *, device: str, threads: int | None, health: Any) -> dict[str, Any]:

@@ -20,10 +20,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kilotok.quant.archs import load_config, load_model
-from kilotok.quant.checkpoint import CheckpointReader, disk, export_run, inspect_directory, load_exported_model, read_exported_experts
-from kilotok.quant.checkpoint import export as export_module
+from kilotok.quant.checkpoint import CheckpointReader, disk, export_run, inspect_directory, load_exported_model, read_exported_experts, stream
 from kilotok.quant.experts import attach_fake_quant
-from kilotok.quant.formats import MXFP4
+from kilotok.quant.formats import MXFP4, Packed
 from kilotok.quant.plan import make_plan
 from kilotok.quant.tensor import fake_quant_weight
 from kilotok.runtime.cli import main as kilotok
@@ -128,13 +127,13 @@ def test_config_names_experts_as_targets_and_every_other_linear_as_ignored(run: 
         for projection in ("gate_proj", "up_proj", "down_proj"):
             assert re.match(pattern, f"model.layers.1.mlp.experts.{e}.{projection}")   # how vLLM and compressed-tensors look a layer up
     assert not re.match(pattern, "model.layers.1.mlp.gate_proj") and not re.match(pattern, "model.layers.1.mlp.shared_expert.up_proj")
-    attention = [f"model.layers.{i}.self_attn.{p}_proj" for i in (0, 1) for p in "kqvo"]
+    attention = [f"model.layers.{i}.self_attn.{p}_proj" for i in (0, 1) for p in ("k", "q", "v", "o", "qkv")]   # qkv: as engines put them together
     assert sorted(config["ignore"]) == sorted([*attention, "model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "lm_head"])
 
 
 def test_sharded_export_reads_the_same(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export_run(run[0], tmp_path / "one")
-    monkeypatch.setattr(export_module, "MAX_SHARD_BYTES", 100_000)
+    monkeypatch.setattr(stream, "MAX_SHARD_BYTES", 100_000)
     export_run(run[0], tmp_path / "many")
     files = sorted(p.name for p in (tmp_path / "many").glob("*.safetensors"))
     assert len(files) >= 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
@@ -342,6 +341,7 @@ def test_a_disk_that_fills_up_while_writing_leaves_nothing(
     assert (status := done.wait()) == 2, f"{status}: {done.stderr.read_text()}"
     assert "Free some space" in done.stderr.read_text()
     assert_nothing_left(tmp_path, before=before)
+    assert kilotok(["export", str(run[0]), str(tmp_path / "out")]) == 0   # with room again
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0 or sys.platform != "linux", reason="mounting a small file system needs root on Linux")
@@ -353,7 +353,7 @@ def test_a_really_full_disk_leaves_nothing(run: tuple[Path, dict[str, torch.Tens
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
     try:
-        monkeypatch.setattr(export_module, "require_free_space", lambda *a, **k: None)
+        monkeypatch.setattr("kilotok.quant.checkpoint.export.require_free_space", lambda *a, **k: None)
         assert kilotok(["export", str(run[0]), str(small / "out")]) == 2
         assert "Free some space" in capsys.readouterr().err
         assert list(small.iterdir()) == []
@@ -361,28 +361,28 @@ def test_a_really_full_disk_leaves_nothing(run: tuple[Path, dict[str, torch.Tens
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_a_killed_export_is_cleaned_up_by_the_next(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    stale = tmp_path / f".out.partial-{dead.pid}"
+def test_what_a_killed_export_of_something_else_left_is_removed(
+        run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stale = tmp_path / ".out.unfinished-0123456789ab"
     stale.mkdir()
     (stale / "model.safetensors").write_text("half")
+    (stale / ".lock-0").touch()
     assert kilotok(["export", str(run[0]), str(tmp_path / "out")]) == 0
-    assert "left by an export that was killed" in capsys.readouterr().out
-    assert not stale.exists()
+    assert "left by an export of something else that was killed" in capsys.readouterr().out
+    assert not stale.exists() and list(tmp_path.glob(".out*")) == []
 
 
 def test_a_difference_on_re_reading_stops_the_export(run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the verification is for: one flipped nibble between training and disk."""
-    real = MXFP4.to_disk
+    real = MXFP4.encode
 
-    def flip(self: MXFP4, weight: torch.Tensor, *, name: str, scale_mode: ScaleMode) -> dict[str, torch.Tensor]:
-        tensors = real(self, weight, name=name, scale_mode=scale_mode)
+    def flip(self: MXFP4, weight: torch.Tensor, *, name: str, scale_mode: ScaleMode) -> Packed:
+        packed = real(self, weight, name=name, scale_mode=scale_mode)
         if name.endswith("layers.1.mlp.experts.0.down_proj.weight"):
-            tensors[name.replace(".weight", ".weight_packed")][5, 7] ^= 0x70
-        return tensors
+            packed.elements[5, 7] ^= 0x70
+        return packed
 
-    monkeypatch.setattr(MXFP4, "to_disk", flip)
+    monkeypatch.setattr(MXFP4, "encode", flip)
     before = set(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=r"experts\.0\.down_proj\.weight: 1 of 2048 values differ from training; first at \(5, 15\)"):
         export_run(run[0], tmp_path / "out")

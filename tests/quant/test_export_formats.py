@@ -14,21 +14,20 @@ from typing import Any
 import pytest
 import torch
 from conftest import finished_run
+from exports import IDS, differing
 from families import FAMILIES, save_family
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Mxfp4Config
 
 from kilotok.quant.archs import load_config, load_model
-from kilotok.quant.checkpoint import CheckpointReader, export_run, inspect_directory, load_exported_model, read_exported_experts
-from kilotok.quant.checkpoint.packing import packed_stems
+from kilotok.quant.checkpoint import PackedCheckpoint, export_run, inspect_directory, load_exported_model, read_exported_experts
 from kilotok.quant.experts import attach_fake_quant
 from kilotok.quant.formats import find_format
 from kilotok.quant.plan import PlanOptions, QuantPlan, make_plan
 from kilotok.runtime.cli import main as kilotok
 
 pytestmark = pytest.mark.xdist_group("export_formats")   # each export is made once and read by several tests
-IDS = torch.randint(4, 4096, (2, 12), generator=torch.Generator().manual_seed(5))
 WIDE = {"hidden_size": 256, "head_dim": 64}   # more than one FP8 tile
 MOE = {"mlp_only_layers": []}
 DEQUANTIZE = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
@@ -100,11 +99,6 @@ def make_export(root: Path, name: str, changes: dict[str, Any], options: dict[st
     return Exported(root=root, plan=plan, values=values, masters=masters)
 
 
-def differing(model: torch.nn.Module, values: dict[str, Tensor]) -> list[str]:
-    state = model.state_dict()
-    return [n for n, w in values.items() if n not in state or not torch.equal(state[n].float(), w)]
-
-
 @pytest.mark.parametrize(("name", "changes", "options", "groups"), ALL.values(), ids=ALL)
 def test_our_reader_gives_the_values_of_training(name: str, changes: dict[str, Any], options: dict[str, Any], groups: list[str], export: Export) -> None:
     e = export(name, changes, options)
@@ -135,7 +129,7 @@ def test_files_have_the_bytes_of_the_plan_and_kept_tensors_the_parent_s(
     before, after = load_file(e.root / "parent" / "model.safetensors"), load_file(e.root / "out" / "model.safetensors")
     buffers = sum(t.numel() * t.element_size() for n, t in before.items() if n.endswith("e_score_correction_bias"))   # in the files, no parameters
     assert sum(t.numel() * t.element_size() for t in after.values()) - buffers == plan.bytes_after
-    packed = packed_stems(CheckpointReader(e.root / "out"))
+    packed = {m.stem: m.format for m in PackedCheckpoint(e.root / "out", arch=plan.arch).modules.values()}
     assert set(packed.values()) == {w.format for w in plan.weights if w.role != "router"} - {"bf16"}
     planned = {w.name for w in plan.weights}
     for n, tensor in before.items():

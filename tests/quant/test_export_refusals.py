@@ -80,6 +80,19 @@ def test_an_fp16_parent_cannot_hold_kept_experts(tmp_path: Path) -> None:
         export_run(tmp_path / "run", tmp_path / "out")
 
 
+def test_a_trained_tensor_that_overflows_an_fp16_parent_is_refused(tmp_path: Path) -> None:
+    parent = save_tiny_moe(tmp_path / "parent")
+    save_file({n: w.to(torch.float16) for n, w in load_file(parent / "model.safetensors").items()}, parent / "model.safetensors", metadata={"format": "pt"})
+    finished_run(tmp_path / "run", parent)
+    model = load_model(parent, dtype=torch.float32)
+    everything = {f"student.{n}": p.detach().clone() for n, p in model.named_parameters()}
+    everything["student.model.norm.weight"][3] = 1e5
+    rewrite(tmp_path / "run", lambda s: s.update(everything), trainable="all")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: the trained weights \(largest 1e\+05\) do not fit the parent's torch\.float16"):
+        export_run(tmp_path / "run", tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))
+
+
 def test_the_dtype_of_every_tensor_on_disk_is_known_by_its_name_in_memory(tmp_path: Path) -> None:
     parent = save_family(tmp_path / "parent", "mixtral")
     state = load_file(parent / "model.safetensors")
@@ -113,11 +126,11 @@ def test_renamed_modules_are_targets_under_both_names(tmp_path: Path) -> None:
     assert {"model.layers.1.block_sparse_moe.shared_experts.up_proj", "model.layers.1.mlp.shared_experts.up_proj"} <= targets
 
 
-def test_a_file_is_opened_once_and_not_for_every_tensor(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening parses the header of all tensors: with the 18,432 experts of a 30 B model that took minutes a pass."""
+def test_a_header_is_read_once_and_not_for_every_tensor(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It describes all tensors: with the 18,432 experts of a 30 B model that took minutes a pass."""
     opened = []
-    real = reader_module.safe_open
-    monkeypatch.setattr(reader_module, "safe_open", lambda path, **how: opened.append(path) or real(path, **how))
+    real = reader_module.read_header
+    monkeypatch.setattr(reader_module, "read_header", lambda path: opened.append(path) or real(path))
     reader = CheckpointReader(tiny_moe)
     expected = load_file(tiny_moe / "model.safetensors")
     for name in reader.names:

@@ -11,6 +11,8 @@ from compressed_tensors.quantization import QuantizationScheme
 from tolerances import assert_equal
 from torch import Tensor
 
+from kilotok.quant.checkpoint.layouts import find_layout
+from kilotok.quant.checkpoint.reader import DTYPE_NAMES
 from kilotok.quant.formats import FORMATS, NumberFormat, fake_quant_activation, find_format
 
 NAME = "model.layers.3.self_attn.q_proj.weight"
@@ -60,11 +62,15 @@ def fake(fmt: NumberFormat, w: Tensor, *, dim: int = -1, dtype: torch.dtype = to
 
 
 def on_disk(fmt: NumberFormat, w: Tensor, *, mode: ScaleMode = "even") -> dict[str, Tensor]:
-    """By suffix, as `from_disk` takes them."""
-    stem = NAME.removesuffix("weight")
-    tensors = fmt.to_disk(w, name=NAME, scale_mode=mode)
-    assert list(tensors) == [f"{stem}{suffix}" for suffix in fmt.suffixes]
-    return {name.removeprefix(stem): tensor for name, tensor in tensors.items()}
+    """By suffix, as the compressed-tensors layout names them."""
+    packed = fmt.encode(w, name=NAME, scale_mode=mode)
+    if fmt.name == "bf16":
+        return {"weight": packed.elements}
+    layout = find_layout("compressed-tensors")
+    names, specs = layout.names("x", fmt.name), layout.specs(fmt.name, tuple(w.shape), scales=packed.scales.dtype)
+    tensors = layout.to_disk(packed)
+    assert [(DTYPE_NAMES[t.dtype], tuple(t.shape)) for t in tensors] == list(specs)
+    return {name.removeprefix("x."): tensor for name, tensor in zip(names, tensors, strict=True)}
 
 
 def heavy(*shape: int, seed: int = 0) -> Tensor:
@@ -195,7 +201,7 @@ def test_fp8_of_zeros_is_zero_and_of_tiny_weights_finite() -> None:
 def test_disk_reads_back_to_the_values_of_training(fmt: NumberFormat, shape: tuple[int, int], mode: ScaleMode) -> None:
     for w in (heavy(*shape, seed=4), heavy(*shape, seed=5).to(torch.bfloat16)):
         expected = fake(fmt, w, mode=mode)
-        got = fmt.from_disk(on_disk(fmt, w, mode=mode))
+        got = fmt.decode(fmt.encode(w, name=NAME, scale_mode=mode))
         assert expected.dtype == got.dtype == torch.bfloat16
         assert_equal(got, expected, bits=fmt.name != "bf16")
         assert_equal(fake(fmt, w, dtype=torch.float32, mode=mode), expected.float())
@@ -234,7 +240,7 @@ def test_what_is_not_finite_is_named(fmt: NumberFormat, value: float) -> None:
     w = heavy(8, 64)
     w[5, 33] = value
     read = float(torch.tensor(value).to(torch.bfloat16))
-    for call in (lambda: fake(fmt, w), lambda: fmt.to_disk(w, name=NAME, scale_mode="even")):
+    for call in (lambda: fake(fmt, w), lambda: fmt.encode(w, name=NAME, scale_mode="even")):
         with pytest.raises(ValueError, match=rf"^{NAME}: .*got {read} at index \(5, 33\) of shape \(8, 64\)"):
             call()
 

@@ -45,9 +45,10 @@ def test_train_is_reached_through_kilotok(tmp_path: Path) -> None:
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert left_with(["--version"], 0, capsys) == "kilotok 0.1.0\n"
     text = left_with(["--help"], 0, capsys)
-    assert "{export,inspect,serve,validate,bench,train}" in text
+    assert "{export,convert,inspect,serve,validate,bench,train}" in text
     flat = " ".join(text.split())
-    for line in ("export write a run's weights", "inspect print what a checkpoint", "serve an OpenAI-compatible server", "validate measure a served",
+    for line in ("export write a run's weights", "convert write a directory", "inspect print what a checkpoint", "serve an OpenAI-compatible server",
+                 "validate measure a served",
                  "train the `train` command"):
         assert line in flat
 
@@ -56,7 +57,8 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     ("serve", {"--help", "--host", "--port", "--name", "--no-draft", "--device", "--executor", "--dtype", "--max-running", "--tree-budget", "--threads"}),
     ("validate", {"--help", "--prompts", "--parent", "--report", "--prompts-per-domain", "--max-tokens", "--quality-tokens", "--temperature",
                   "--price-per-hour", "--threads", "--device", "--executor"}),
-    ("export", {"--help", "--parent"}), ("inspect", {"--help"})])
+    ("export", {"--help", "--parent", "--layout", "--prompts", "--rank", "--ranks", "--jobs"}), ("convert", {"--help", "--layout", "--dtype", "--jobs"}),
+    ("inspect", {"--help"})])
 def test_the_options_of_every_command(command: str, options: set[str], capsys: pytest.CaptureFixture[str]) -> None:
     text = left_with([command, "--help"], 0, capsys)
     assert {word.strip("[],") for word in text.split() if word.strip("[],").startswith("--")} == options

@@ -241,7 +241,7 @@ def test_missing_and_damaged_files(out: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "message"), [
     ("model.norm.weight", r"no tensor named model\.norm\.weight\. The checkpoint is incomplete or of another family\.$"),
-    ("model.layers.1.mlp.experts.2.up_proj.weight_packed", r"model\.layers\.1\.mlp\.experts\.gate_up_proj: expert 2, part 1 is not in the files\. "),
+    ("model.layers.1.mlp.experts.2.up_proj.weight_packed", r"model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight_scale has no weight beside it\. "),
     ("model.layers.0.self_attn.q_norm.weight", r"no tensor named model\.layers\.0\.self_attn\.q_norm\.weight\. ")])
 def test_a_missing_tensor_is_named(out: Path, name: str, message: str) -> None:
     remove_tensor(out, name)

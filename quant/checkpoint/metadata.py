@@ -1,0 +1,34 @@
+"""kilotok.json: what no engine's config carries. How the numbers of a directory were made, and from what."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...kernels.mx import ScaleMode
+
+METADATA = "kilotok.json"
+
+
+def read_export_metadata(out: Path) -> dict[str, Any] | None:
+    """kilotok.json of an exported directory; None for a directory of another tool. Errors: ValueError when it is damaged."""
+    path = out / METADATA
+    if not path.is_file():
+        return None
+    try:
+        metadata = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not readable as JSON ({error}). Restore it, or export the run again.") from error
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{path}: must be a JSON object; got {type(metadata).__name__}. Restore it, or export the run again.")
+    return metadata
+
+
+def read_scale_mode(directory: Path) -> ScaleMode | None:
+    """The scale rule our metadata file records; None for a directory of another tool. Errors: as `read_export_metadata`."""
+    metadata = read_export_metadata(directory)
+    if metadata is None:
+        return None
+    if "scale_mode" not in metadata:
+        raise ValueError(f"{directory / METADATA}: has no scale_mode. Restore it, or export the run again.")
+    mode: ScaleMode = metadata["scale_mode"]
+    return mode
