@@ -13,15 +13,14 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from ..dflash.metrics import cut_at_repeat
+from ..quant.archs import grouped_while_decoding
 from ..quant.checkpoint import write_atomically
 from .prompts import Prompt
 from .shares import Share, wait_for
@@ -186,28 +185,6 @@ def _unreadable(path: Path, why: str) -> ValueError:
     return ValueError(f"{path}: not readable as stored answers ({why}). Remove it: it is made again.")
 
 
-GROUPED = "grouped_mm_in_decoding"
-
-
-@contextmanager
-def _grouped_experts(model: nn.Module) -> Iterator[None]:
-    """Within it transformers keeps grouped products of experts while it decodes.
-
-    By itself it changes from `grouped_mm` to `batched_mm` there, which copies the experts' weights for every row: quicker for a few rows, and for the
-    hundreds of a batch nearly all of the time. It leaves implementations of other names alone.
-    """
-    ALL_EXPERTS_FUNCTIONS.register(GROUPED, grouped_mm_experts_forward)
-    before = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else {}   # type: ignore[operator]
-    if "grouped_mm" not in before.values():
-        yield
-        return
-    model.set_experts_implementation({part: GROUPED if name == "grouped_mm" else name for part, name in before.items()})   # type: ignore[operator]
-    try:
-        yield
-    finally:
-        model.set_experts_implementation(before)   # type: ignore[operator]
-
-
 @torch.no_grad()
 def _answer(model: nn.Module, batch: Batch, *, how: Answering) -> Answers:
     """transformers' own generation, left-padded. The end token is kept, what follows it is not."""
@@ -220,7 +197,7 @@ def _answer(model: nn.Module, batch: Batch, *, how: Answering) -> Answers:
         ids[row, longest - len(text):] = torch.tensor(text, device=device)
         mask[row, longest - len(text):] = 1
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
-    with _grouped_experts(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with grouped_while_decoding(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(batch.seed())
         output = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=how.max_new_tokens, eos_token_id=sorted(how.eos_ids) or None,  # type: ignore[operator]
                                 pad_token_id=how.pad_id, **sampling)

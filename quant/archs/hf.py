@@ -1,7 +1,8 @@
 """The doors to transformers: configs, models, tokenizers, and the names its checkpoints have on disk."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, revert_weight_conversion
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+GROUPED = "grouped_mm_in_decoding"   # what transformers calls grouped products while it decodes within `grouped_while_decoding`
 
 
 def check_model_dir(path: Path) -> Path:
@@ -109,3 +113,22 @@ def model_from_state(config: Any, state: dict[str, torch.Tensor], *, dtype: torc
                          f"other shape {sorted(report.get('mismatched_keys') or [])[:3]}.")
     loaded: nn.Module = model.eval()
     return loaded
+
+
+@contextmanager
+def grouped_while_decoding(model: nn.Module) -> Iterator[None]:
+    """Within it transformers keeps grouped products of experts while it decodes.
+
+    By itself it changes from `grouped_mm` to `batched_mm` there, which copies the experts' weights for every row: quicker for a few rows, and for the
+    hundreds of a batch nearly all of the time. It leaves implementations of other names alone.
+    """
+    ALL_EXPERTS_FUNCTIONS.register(GROUPED, grouped_mm_experts_forward)
+    before = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else {}   # type: ignore[operator]
+    if "grouped_mm" not in before.values():
+        yield
+        return
+    model.set_experts_implementation({part: GROUPED if name == "grouped_mm" else name for part, name in before.items()})   # type: ignore[operator]
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)   # type: ignore[operator]

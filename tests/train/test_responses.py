@@ -15,9 +15,9 @@ from kilotok.dflash.context import Taps
 from kilotok.dflash.generate import generate
 from kilotok.dflash.hf_target import HFTarget
 from kilotok.dflash.sampling import Sampling
-from kilotok.quant.archs import load_model
+from kilotok.quant.archs import GROUPED, load_model
 from kilotok.train.prompts import Prompt
-from kilotok.train.responses import GROUPED, Answering, Response, generate_responses
+from kilotok.train.responses import Answering, Response, generate_responses
 
 PAD, EOS, OTHER_EOS = 0, 2, 9
 
