@@ -48,8 +48,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "{export,convert,inspect,serve,validate,bench,train}" in text
     flat = " ".join(text.split())
     for line in ("export write a run's weights", "convert write a directory", "inspect print what a checkpoint", "serve an OpenAI-compatible server",
-                 "validate measure a served",
-                 "train the `train` command"):
+                 "validate measure a served", "train the `train` command"):
         assert line in flat
 
 
