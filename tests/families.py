@@ -54,7 +54,7 @@ FAMILIES: dict[str, Family] = {
                                   "linear_num_heads": 2, "linear_head_dim": 32}, layers=(1,),
                           shared=SHARED_S, **W_NAMES, transformers_reads=False),   # 5.24.0 fails to merge the convolutions under compressed-tensors
     "deepseek_v4": Family(config={"n_routed_experts": 4, "n_shared_experts": 1, "num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 32, "o_lora_rank": 32,
-                                  "o_groups": 2, "qk_rope_head_dim": 16, "num_nextn_predict_layers": 0},
+                                  "o_groups": 2, "qk_rope_head_dim": 16, "num_nextn_predict_layers": 0, "mlp_layer_types": ["moe", "moe"]},
                           expert_on_disk="model.layers.1.ffn.experts.3.w1.weight", router_on_disk="model.layers.1.ffn.gate.weight", shared=SHARED_S,
                           transformers_reads=False),
     "granitemoe": Family(config={"num_local_experts": 4, "intermediate_size": 32}, expert_on_disk="model.layers.1.block_sparse_moe.input_linear.weight",

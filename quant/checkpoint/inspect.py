@@ -60,7 +60,7 @@ class _Statistics:
 
     weights: int = 0
     zero_blocks: int = 0
-    zero_scales: int = 0                                        # blocks with scale byte 0, whose values are zero or nearly so
+    lost_scales: int = 0                                        # blocks with codes under scale byte 0, which makes them next to nothing
     scales: Counter[int] = field(default_factory=Counter)       # blocks by scale byte
     dead: dict[str, list[int]] = field(default_factory=dict)    # fused weight -> experts with a projection of zeros alone
 
@@ -69,8 +69,8 @@ class _Statistics:
         median = _quantile(self.scales, 0.5)
         lines = [f"  scales        2**{used[0] - 127} to 2**{used[-1] - 127}, median 2**{median - 127}, {len(used)} different; "
                  f"{self.zero_blocks:,} of {total:,} blocks all zero"]
-        if self.zero_scales > self.zero_blocks:
-            lines.append(f"  WARNING       {self.zero_scales - self.zero_blocks:,} blocks hold codes under scale byte 0, 2**-127: "
+        if self.lost_scales:
+            lines.append(f"  WARNING       {self.lost_scales:,} blocks hold codes under scale byte 0, 2**-127: "
                          "their scales may have been lost")
         lines += [f"  WARNING       {name}: experts {dead} are all zero: the checkpoint was damaged or never trained" for name, dead in self.dead.items()]
         return lines
@@ -83,10 +83,10 @@ def _statistics(checkpoint: PackedCheckpoint) -> _Statistics:
         for e in range(checkpoint.fused_shape(fused)[0]):
             for part in range(parts):
                 packed = checkpoint.expert(fused, expert=e, part=part, parts=parts)
-                blocks = (packed.elements & 0x77).unflatten(-1, (-1, 16)).any(-1)   # the sign of zero does not count
+                blocks = (packed.elements & 0x77).ne(0).unflatten(-1, (-1, 16)).any(-1)   # the sign of zero does not count
                 found.weights += packed.elements.numel() * 2
                 found.zero_blocks += int((~blocks).sum())
-                found.zero_scales += int((packed.scales == 0).sum())
+                found.lost_scales += int(((packed.scales == 0) & blocks).sum())
                 found.scales.update(dict(zip(*(t.tolist() for t in packed.scales.unique(return_counts=True)), strict=True)))
                 if not bool(blocks.any()) and e not in dead:
                     dead.append(e)

@@ -217,6 +217,7 @@ def test_inspect_prints_what_is_there(run: tuple[Path, dict[str, torch.Tensor]],
     report = inspect_directory(tmp_path / "out")
     assert "compressed-tensors mxfp4-pack-quantized" in report and "packed experts     24 tensors" in report
     assert "scale_mode    even" in report and "QAT step 6 of 6" in report and "WARNING" not in report
+    assert "different; 0 of 1,536 blocks all zero" in report
     assert "unquantized" in inspect_directory(tiny_moe)
     with pytest.raises(ValueError, match="is a run of `train qat`"):
         inspect_directory(run[0])
@@ -227,7 +228,11 @@ def test_inspect_warns_of_an_expert_that_was_wiped(run: tuple[Path, dict[str, to
     state = load_file(tmp_path / "out" / "model.safetensors")
     state["model.layers.1.mlp.experts.2.down_proj.weight_packed"].zero_()
     save_file(state, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
-    assert "WARNING       model.layers.1.mlp.experts.down_proj: experts [2] are all zero" in inspect_directory(tmp_path / "out")
+    state["model.layers.0.mlp.experts.1.up_proj.weight_scale"][3:5, 0] = 0
+    save_file(state, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    report = inspect_directory(tmp_path / "out")
+    assert "WARNING       model.layers.1.mlp.experts.down_proj: experts [2] are all zero" in report
+    assert "64 of 1,536 blocks all zero" in report and "WARNING       2 blocks hold codes under scale byte 0" in report
 
 
 def test_an_unfinished_run_is_exported_with_a_note(tiny_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
