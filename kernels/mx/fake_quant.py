@@ -46,7 +46,8 @@ def fake_quant_mxfp4(
     source, inner_dim = source_of(w, dim=dim, scale_mode=scale_mode, where=where)
     if source.device.type == "cpu":
         result = _fake_quant_on_cpu(blocks_last(source, dim=inner_dim), scale_mode=scale_mode).to(out_dtype)
-        return result.mT if dim == -2 else result
+        out = result if inner_dim == -1 else result.mT.contiguous()   # laid out as w: a product's last bits depend on it
+        return out if inner_dim == dim else out.mT
     out = torch.empty_like(source, dtype=out_dtype)
     flag = flag_of(faults, device=w.device, where=where)
     if inner_dim == -1:
