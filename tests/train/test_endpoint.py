@@ -96,7 +96,7 @@ def respond(server: Any, directory: Path, *, name: str = "m", **changed: Any) ->
 def test_answers_of_our_server_are_its_model_s_tokens(tmp_path: Path) -> None:
     """Over HTTP and several at once, by id: greedy ones are those of the loop in process, sampled ones are those of their seeds."""
     said: list[str] = []
-    with running(make_served(description={"weights_sha256": SHA})) as server:
+    with running(make_served(description={"executor": "a test's", "weights_sha256": SHA})) as server:
         asked = connect(server.url, said=said)
         responses = respond(asked, tmp_path / "a")
         assert respond(connect(server.url, concurrency=1), tmp_path / "b") == responses   # the order of requests does not matter
@@ -112,7 +112,7 @@ def test_answers_of_our_server_are_its_model_s_tokens(tmp_path: Path) -> None:
 
 
 def test_other_weights_are_refused_and_an_unknown_server_is_named_unchecked() -> None:
-    with running(make_served(description={"weights_sha256": "cd" * 32})) as server, pytest.raises(
+    with running(make_served(description={"executor": "a test's", "weights_sha256": "cd" * 32})) as server, pytest.raises(
             ValueError, match=r"^data\.endpoint: http://\S+ serves weights cdcdcdcdcdcd; the target has abababababab\. .* serve the target\.$"):
         connect(server.url)
     said: list[str] = []
