@@ -29,12 +29,16 @@ ROWS: list[dict[str, Any]] = [
 
 
 def save_weights(directory: Path, value: float, pocket: Path) -> Path:
-    """A directory that passes for a checkpoint: config, one packed expert, one other weight."""
+    """A directory that passes for a checkpoint: config, two packed projections of an expert, one other weight."""
     directory.mkdir(parents=True)
-    tensors = {"model.norm.weight": torch.full((8,), value), "model.layers.0.mlp.experts.0.up_proj.weight_packed": torch.zeros(4, 16, dtype=torch.uint8),
-               "model.layers.0.mlp.experts.0.up_proj.weight_scale": torch.zeros(4, 1, dtype=torch.uint8)}
+    tensors = {"model.norm.weight": torch.full((8,), value)}
+    for name in ("gate_proj", "up_proj"):
+        tensors |= {f"model.layers.0.mlp.experts.0.{name}.weight_packed": torch.ones(4, 16, dtype=torch.uint8),
+                    f"model.layers.0.mlp.experts.0.{name}.weight_scale": torch.full((4, 1), 127, dtype=torch.uint8)}
     save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text((pocket / "config.json").read_text())
+    quantization = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    config = json.loads((pocket / "config.json").read_text()) | {"quantization_config": quantization}
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 
@@ -99,7 +103,7 @@ def test_a_lossless_server(out: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert report["speed_up"]["greedy"]["all"]["against"] in ("plain", "plain one column")
     assert report["quality"] == {"not_measured": "no held-out row has a reference"}
     assert set(report["cost"]["per_million_tokens"]) >= {"draft"}
-    assert report["sizes"] == {"weight_files_bytes": (out / "model.safetensors").stat().st_size, "packed_experts_bytes": 4 * 16 + 4,
+    assert report["sizes"] == {"weight_files_bytes": (out / "model.safetensors").stat().st_size, "packed_experts_bytes": 2 * (4 * 16 + 4),
                                "draft_files_bytes": (out / "dflash" / "model.safetensors").stat().st_size}
     assert report["provenance"]["server"] == {"status": "ok", "executor": "stub <b>"} and report["provenance"]["export"]["x"] == "nan"
     written = json.loads((out / "validation" / "report.json").read_text())
