@@ -24,7 +24,7 @@ import torch
 from ..kernels.persistent import Column, StepInputs, StepShape, StepState, StepWeights
 from ..kernels.persistent.attention import COLUMNS
 from ..kernels.persistent.plan import CHUNK, RUN_COLUMNS
-from ..kernels.persistent.read_stream import LAUNCHES, xor_words
+from ..kernels.persistent.read_stream import stream_bytes_per_s, timed_us
 from ..kernels.persistent.step import StepKernel
 from ..kernels.persistent.step_code import LAYER_STAMPS
 from .archs import graph_of
@@ -33,7 +33,6 @@ from .shapes import shape_of
 from .step_weights import read_step_weights, step_shape
 from .weights import read_json
 
-STREAM_BYTES = 1 << 30
 REPEATS = 30
 STEPS_IN_A_ROW = 32
 PHASE_REPEATS = 5
@@ -207,36 +206,11 @@ def this_machine() -> Machine:
     if obstacle is not None:
         raise NotImplementedError(f"bench engine: needs an NVIDIA GPU of compute capability 9.0 (H100, H200) and a CUDA build of torch; {obstacle}.")
     assert gpu is not None, "no GPU is an obstacle"
-    return Machine(device="cuda", programs=gpu.num_sms, environment=_environment(gpu), kernel=StepKernel, timed_us=_timed_us,
-                   stream_bytes_per_s=lambda: _stream(gpu))
+    return Machine(device="cuda", programs=gpu.num_sms, environment=_environment(gpu), kernel=StepKernel,
+                   timed_us=lambda call, repeats: timed_us(call, repeats=repeats),
+                   stream_bytes_per_s=lambda: stream_bytes_per_s(programs=gpu.num_sms, repeats=REPEATS))
 
 
 def _environment(gpu: Gpu) -> str:
     return (f"{gpu.name}, {gpu.num_sms} SMs; torch {torch.__version__}, triton {importlib.metadata.version('triton')}, CUDA {torch.version.cuda}, python "
             f"{platform.python_version()}")
-
-
-def _timed_us(call: Callable[[], object], repeats: int) -> list[float]:
-    """Sorted times of a call; a spin of the device lets the host run ahead."""
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(1_000_000)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return sorted(times)
-
-
-def _stream(gpu: Gpu) -> float:
-    """Bytes a second of reading a GiB, at the best of a few launch shapes."""
-    words = torch.empty(STREAM_BYTES // 4, dtype=torch.int32, device="cuda").random_()
-
-    def us(launch: tuple[int, int, int, int]) -> float:
-        return statistics.median(_timed_us(lambda: xor_words(words, launch=launch, programs=gpu.num_sms), REPEATS))
-
-    return STREAM_BYTES / min(us(launch) for launch in LAUNCHES) * 1e6

@@ -132,7 +132,10 @@ class GraphRunner:
 
 
 def runner_of(kernel: StepKernel) -> KernelRunner | GraphRunner:
-    """Runs a step of one column, slot 0 at position 0, which compiles the kernel, and takes the resident one if its programs met at the barriers."""
+    """Runs a step of one column, slot 0 at position 0, which compiles the kernel, and takes the resident one if its programs met at the barriers.
+
+    Errors: NotImplementedError for a model whose kernel does not fit the GPU.
+    """
     inputs = StepInputs.of([Column(token_id=0, slot=0, position=0), *[None] * (kernel.state.num_columns - 1)])
     resident = KernelRunner(kernel)
     try:

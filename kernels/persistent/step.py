@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from ..moe.product import descriptors as expert_descriptors
 from ..moe.product import num_programs
@@ -66,7 +67,11 @@ class StepKernel:
 
     def _launch(self, code: StepCode, **numbers: int) -> None:
         arguments, options = self._arguments(code, **numbers)
-        step_kernel[(self.programs,)](*arguments, **options)
+        try:
+            step_kernel[(self.programs,)](*arguments, **options)
+        except OutOfResources as error:     # known once it is compiled
+            raise NotImplementedError(f"StepKernel: a step of {code.C} columns of this model takes more than an SM has ({error}) "
+                                      "The reference executor runs anywhere.") from error
 
     def compile(self, phase: str = "all") -> Any:
         """Build the resident kernel, or the launch of one phase, without running it: seconds the first time, then from Triton's cache."""

@@ -25,8 +25,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     Errors: FileExistsError when `path` exists; OSError from a full disk, after clean-up.
     """
     refuse_existing(path)
-    created = [p for p in path.parent.parents if not p.exists()] + ([path.parent] if not path.parent.exists() else [])
-    path.parent.mkdir(parents=True, exist_ok=True)
+    created = _make_folders(path.parent)
     for stale in path.parent.glob(f".{path.name}.partial-*"):
         if not _is_alive(stale.name.rsplit("-", 1)[1]):
             print(f"removing {stale}, left by an export that was killed")
@@ -39,9 +38,7 @@ def new_directory(path: Path) -> Iterator[Path]:
         partial.rename(path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        for folder in sorted(created, key=lambda p: -len(p.parts)):
-            with contextlib.suppress(OSError):   # someone else uses it by now
-                folder.rmdir()
+        _remove_folders(created)
         raise
 
 
@@ -54,8 +51,7 @@ def resumable_directory(path: Path, *, fingerprint: str, rank: int = 0, ranks: i
     Errors: FileExistsError when `path` exists, RuntimeError when another process writes it.
     """
     refuse_existing(path)
-    created = [p for p in path.parent.parents if not p.exists()] + ([path.parent] if not path.parent.exists() else [])
-    path.parent.mkdir(parents=True, exist_ok=True)
+    created = _make_folders(path.parent)
     partial = path.parent / f".{path.name}.unfinished-{fingerprint[:12]}"
     if rank == 0:
         _remove_stale(path, keep=partial)
@@ -72,9 +68,7 @@ def resumable_directory(path: Path, *, fingerprint: str, rank: int = 0, ranks: i
         except BaseException:
             if ranks == 1:
                 shutil.rmtree(partial, ignore_errors=True)
-                for folder in sorted(created, key=lambda p: -len(p.parts)):
-                    with contextlib.suppress(OSError):   # someone else uses it by now
-                        folder.rmdir()
+                _remove_folders(created)
             raise
 
 
@@ -84,6 +78,19 @@ def give_name(partial: Path, path: Path) -> None:
     for hidden in partial.glob(".*"):
         hidden.unlink()
     partial.rename(path)
+
+
+def _make_folders(path: Path) -> list[Path]:
+    """A folder with all above it; those that were not there, the innermost first."""
+    created = [p for p in (path, *path.parents) if not p.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    return created
+
+
+def _remove_folders(created: list[Path]) -> None:
+    for folder in created:
+        with contextlib.suppress(OSError):   # someone else uses it by now
+            folder.rmdir()
 
 
 def _remove_stale(path: Path, *, keep: Path) -> None:

@@ -38,7 +38,7 @@ def engine_notes(model_type: str, *, layout: str) -> tuple[str, ...]:
     """What engines were seen to do with the names of a layout, where that is not to load them."""
     if layout == "compressed-tensors" and model_type not in ("deepseek_v2", "deepseek_v3", "deepseek_v4", "kimi_k3"):
         return ("SGLang 0.5.23 takes MXFP4 experts by these names for DeepSeek and Kimi-K3 alone: for Qwen3-MoE, GLM-4 and MiniMax-M2 it LEAVES THEM ZERO "
-                "and only logs it, for Mixtral, OLMoE, Qwen2-MoE and Ernie it stops. vLLM 0.33 takes them",)
+                "and only logs it, for Mixtral, OLMoE, Qwen2-MoE and Ernie it stops. vLLM 0.33 takes them.",)
     return ()
 
 

@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from machine import environment
 from torch import Tensor
 
@@ -35,12 +33,13 @@ from kilotok.kernels.moe.product import Stages, constants_of, descriptors, num_p
 from kilotok.kernels.moe.routing import Routing, route, stack_routings
 from kilotok.kernels.moe.weights import ExpertWeights
 from kilotok.kernels.mx.layouts import FragmentWeight
+from kilotok.kernels.persistent.read_stream import stream_bytes_per_s
+from kilotok.kernels.persistent.read_stream import timed_us as sorted_us
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 from moe_checks import activations, check_products, checkpoint_of  # noqa: E402
 from moe_compile import SHAPES, Shape  # noqa: E402
 
-STREAM_BYTES = 2**30
 LAYERS = (8, 48)          # of the two launches whose difference is timed
 SETS = 4                  # different weights and routings; every layer has memory of its own
 PRODUCT_BYTES = 10**9     # at least, of gate and up
@@ -63,45 +62,14 @@ LAYER_CUTS = ((cut_of(1, 4, 2, 2), cut_of(1, 4, 2, 2)), (cut_of(1, 4, 4, 2), cut
 
 
 def timed_us(call: Callable[[], object]) -> tuple[float, float, float]:
-    """Median, p20 and p80 of one call; a spin of the device lets the host run ahead."""
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(REPEATS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(1_000_000)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    times.sort()
+    """Median, p20 and p80 of one call."""
+    times = sorted_us(call, repeats=REPEATS)
     return statistics.median(times), times[len(times) // 5], times[-1 - len(times) // 5]
-
-
-@triton.jit
-def _read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr, STAGES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Read everything, write one word a lane."""
-    number = tl.program_id(0)
-    seen = tl.zeros((BLOCK,), tl.int32)
-    for i in tl.range(number * BLOCK, n, tl.num_programs(0) * BLOCK, num_stages=STAGES):
-        seen ^= tl.load(x_ptr + i + tl.arange(0, BLOCK))
-    tl.store(out_ptr + number * BLOCK + tl.arange(0, BLOCK), seen)
 
 
 def read_stream() -> float:
     """TB/s of reading a GiB."""
-    words = torch.randint(-2**31, 2**31 - 1, (STREAM_BYTES // 4,), dtype=torch.int32, device="cuda")
-    best = 0.0
-    for block, stages, warps, per_sm in ((4096, 4, 8, 1), (8192, 4, 16, 1), (4096, 4, 8, 2), (8192, 3, 8, 2), (4096, 4, 4, 4)):
-        programs = num_programs(words.device) * per_sm
-        out = torch.empty(programs * block, dtype=torch.int32, device="cuda")
-
-        def run(grid: int = programs, b: int = block, s: int = stages, w: int = warps, o: Tensor = out) -> None:
-            _read_kernel[(grid,)](words, o, words.numel(), BLOCK=b, STAGES=s, num_warps=w)
-
-        best = max(best, STREAM_BYTES / timed_us(run)[0] / 1e6)
-    return best
+    return stream_bytes_per_s(programs=num_programs(torch.device("cuda")), repeats=REPEATS) / 1e12
 
 
 def all_experts(num_experts: int, *, live: int) -> Routing:

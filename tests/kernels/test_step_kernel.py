@@ -1,6 +1,8 @@
 """The step kernel without a GPU: its composition in threads against the twin, its counts at the sizes of real models, and what the compiler makes of it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ from step_compile import SHAPES, build_step, layouts_of_shape
 from step_counts import count_stages
 from step_on_cpu import Kernel
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from kilotok.kernels.mx.layouts import choose_layout
-from kilotok.kernels.persistent import Heads, StepInputs, StepRef, StepShape, StepState, StepWeights
+from kilotok.kernels.persistent import Heads, StepInputs, StepRef, StepShape, StepState, StepWeights, step
 from kilotok.kernels.persistent.step import LAYER_PHASES, StepKernel
 from kilotok.kernels.persistent.step_code import PHASES, SHARED_BYTES, StepCode, layouts_of
 from kilotok.kernels.persistent.step_memory import StepMemory
@@ -232,6 +235,18 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     weights, state = StepWeights.random(SMALL, seed=1, device="cpu"), state_of(SMALL, 8)
     with pytest.raises(NotImplementedError, match="built for sm_90"):
         StepKernel(weights, state)
+
+
+def test_a_model_that_an_sm_does_not_hold_is_refused_at_its_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: object, **__: object) -> None:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    kernel: Any = object.__new__(StepKernel)
+    kernel.programs, kernel._arguments = 132, lambda code: ((), {})
+    monkeypatch.setattr(step, "step_kernel", {(132,): too_large})
+    with pytest.raises(NotImplementedError, match=r"^StepKernel: a step of 16 columns of this model takes more than an SM has .*Required: 300000, "
+                                                  r"Hardware limit: 232448.*The reference executor runs anywhere"):
+        kernel._launch(SimpleNamespace(C=16))
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")

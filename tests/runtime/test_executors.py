@@ -243,7 +243,7 @@ def test_where_the_resident_kernel_does_not_run_its_phases_are_launched_from_a_g
     runner.step(StepInputs.dead(16))
     assert kernel.calls[4:] == ["set", "replay", "check"]
     assert "phase by phase from a CUDA graph, as the resident kernel does not run here: StepKernel: a program waited in vain." in caplog.text
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NotImplementedError, match="no registers"):
         runner_of(FakeKernel(faults=(NotImplementedError("no registers"),)))  # type: ignore[arg-type]
 
 
