@@ -2,7 +2,8 @@
 
 The device code's own text runs, as in gluon_on_cpu.py, and here also what that leaves out: the ring and its barriers, the signals between consumers and
 producers, barriers over the grid, the tensor cores' fragments, and shared memory as bytes, so that views of one area overlap as they do on the GPU. A wait
-that nobody ends is an error that says who waits for what. It shows nothing of layouts, of races between threads of one consumer, or of visibility.
+that nobody can end is an error that says who waits for what, however slow the machine is. It shows nothing of layouts, of races between threads of one
+consumer, or of visibility.
 """
 
 import builtins
@@ -22,9 +23,7 @@ from torch import Tensor
 
 _DEVICE_MODULES = ("moe.stream", "moe.device", *(f"persistent.{name}" for name in (
     "dense_device", "merge_device", "attention_device", "plan", "router", "sample_device", "step_phases", "step_device")))
-_PATIENCE_S = 20.0
 _here = base._state
-_failed = threading.Event()
 
 
 class Word(int):
@@ -40,6 +39,44 @@ def _range(*bounds: Any) -> Any:
 
 class Stuck(RuntimeError):
     """A wait without an end."""
+
+
+class Waits:
+    """Who waits for what. When all threads wait and none for what is already true, nobody will ever end a wait."""
+
+    def __init__(self) -> None:
+        self.lock, self.failed, self.live = threading.Lock(), threading.Event(), 0
+        self.waiting: dict[int, tuple[Callable[[], bool], str]] = {}
+
+    def begin(self, threads: int) -> None:
+        self.failed.clear()
+        self.live, self.waiting = threads, {}
+
+    def add(self, threads: int) -> None:
+        with self.lock:
+            self.live += threads
+            self._check()
+
+    def wait(self, condition: threading.Condition, what: Callable[[], bool], text: str) -> None:
+        """Until `what` is true; `condition` is held."""
+        if what():
+            return
+        me = threading.get_ident()
+        with self.lock:
+            self.waiting[me] = what, f"program {_here.program}, {threading.current_thread().name}: {text}"
+            self._check()
+        while not condition.wait_for(what, timeout=0.5):
+            if self.failed.is_set():
+                raise Stuck(self.waiting[me][1])
+        with self.lock:
+            del self.waiting[me]
+
+    def _check(self) -> None:
+        if self.waiting and len(self.waiting) == self.live and not any(what() for what, _ in self.waiting.values()):
+            self.failed.set()
+
+
+_waits = Waits()
 
 
 class Barrier:
@@ -63,12 +100,23 @@ class Barrier:
 
     def wait(self, parity: Any) -> None:
         with self.condition:
-            waited = 0.0
-            while not self.condition.wait_for(lambda: self.completed & 1 != int(parity), timeout=0.5):
-                waited += 0.5
-                if waited < _PATIENCE_S and not _failed.is_set():
-                    continue
-                raise Stuck(f"program {_here.program}, {threading.current_thread().name}: {self.completed} phases are complete; waits for parity {int(parity)}")
+            _waits.wait(self.condition, lambda: self.completed & 1 != int(parity), f"{self.completed} phases are complete; waits for parity {int(parity)}")
+
+
+class Grid:
+    """A barrier over all consumers of all programs."""
+
+    def __init__(self, members: int) -> None:
+        self.condition, self.members, self.arrived, self.passed = threading.Condition(), members, 0, 0
+
+    def wait(self) -> None:
+        with self.condition:
+            turn, self.arrived = self.passed, self.arrived + 1
+            if self.arrived == self.members:
+                self.arrived, self.passed = 0, turn + 1
+                self.condition.notify_all()
+            else:
+                _waits.wait(self.condition, lambda: self.passed != turn, f"barrier {turn} over the grid, where {self.arrived} of {self.members} are")
 
 
 class Barriers:
@@ -232,7 +280,7 @@ class Kernel:
     def __init__(self, programs: int, *, cheap: dict[str, dict[str, Any]] | None = None, language: dict[str, Any] | None = None,
                  mbarrier: dict[str, Any] | None = None, copy: Callable[..., None] | None = None) -> None:
         self.programs, self.modules, self.errors = programs, dict[str, ModuleType](), list[BaseException]()
-        self.grid = threading.Barrier(2 * programs)
+        self.grid = Grid(2 * programs)
         names = {**vars(LANGUAGE)} | {
             "float64": torch.float64, "uint32": torch.int64, "to_tensor": lambda x: Word(x) if isinstance(x, int) else x, "barrier": lambda: None,
             "full_like": lambda x, v: torch.full_like(x, v), "zeros_like": torch.zeros_like, "reshape": lambda x, s: x.reshape(tuple(s)),
@@ -264,7 +312,7 @@ class Kernel:
                 return self._fakes[what]
             full = {1: f"{package.split('.')[-1]}.{what}", 2: what}.get(level, "")
             if full == "persistent.barrier":
-                return SimpleNamespace(step_barrier=lambda *_: self._wait_for_all())
+                return SimpleNamespace(step_barrier=lambda *_: self.grid.wait())
             if full in _DEVICE_MODULES:
                 return self._load(full, cheap)
             return builtins.__import__(what, env, local, names, level)
@@ -280,14 +328,7 @@ class Kernel:
 
     def _fail(self, error: BaseException) -> None:
         self.errors.append(error)
-        _failed.set()
-        self.grid.abort()
-
-    def _wait_for_all(self) -> None:
-        try:
-            self.grid.wait(timeout=_PATIENCE_S * 3)
-        except threading.BrokenBarrierError:
-            raise Stuck(f"program {_here.program}, {threading.current_thread().name}: not all programs come to a barrier over the grid") from None
+        _waits.failed.set()
 
     def _specialize(self, functions: list[tuple[Any, tuple[Any, ...]]], _warps: Any, _registers: Any) -> None:
         program = _here.program
@@ -298,17 +339,21 @@ class Kernel:
                 function(*arguments)
             except BaseException as error:
                 self._fail(error)
+            finally:
+                _waits.add(-1)
 
+        _waits.add(len(functions) - 1)    # these instead of this one, which only waits for them
         threads = [threading.Thread(target=run, args=f, name=f"{f[0].__name__} {f[1][-1]}", daemon=True) for f in functions]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        _waits.add(1)
 
     def launch(self, descriptors: tuple[Tensor, ...], pointers: Any, *numbers: int, code: Any) -> None:
         """`step_kernel` by every program at once. descriptors: tensors as TMA sees them."""
         kernel = vars(self.modules["persistent.step_device"])["step_kernel"]
-        _failed.clear()
+        _waits.begin(self.programs)
         p = type(pointers)(*(Pointer(t) for t in pointers))
         Pointer.to = lambda self, *_a, **_o: self  # type: ignore[attr-defined]
         Pointer.__radd__ = Pointer.__add__  # type: ignore[attr-defined]
@@ -320,6 +365,8 @@ class Kernel:
                 kernel(*descriptors, p, *map(Word, numbers), code)
             except BaseException as error:
                 self._fail(error)
+            finally:
+                _waits.add(-1)
 
         with base.bitcasts():
             threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(self.programs)]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import step_on_cpu
 import torch
 from moe_compile import mma_loops
 from step_checks import Case, check_ends, check_phases, check_resident
@@ -167,6 +168,19 @@ def test_producers_and_consumers_agree(programs: int, num_columns: int) -> None:
     """The same for a small model on few programs, for every number of columns, over two layers and three steps."""
     counts = count_stages(SMALL, num_columns=num_columns, programs=programs, num_layers=2, num_steps=3, seed=programs)
     assert counts["copied"] == counts["released"] > 0
+
+
+def test_a_lost_arrival_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the two tests above rest on: when nobody can go on, the waits end with an error, however long a step takes."""
+    change, number = step_on_cpu.Barrier.change, iter(range(10**9))
+
+    def lossy(barrier: step_on_cpu.Barrier, *, arrivals: int = 0, expected: int = 0, copied: int = 0) -> None:
+        if not (arrivals and not expected and next(number) == 100):
+            change(barrier, arrivals=arrivals, expected=expected, copied=copied)
+
+    monkeypatch.setattr(step_on_cpu.Barrier, "change", lossy)
+    with pytest.raises(step_on_cpu.Stuck, match=r"program \d, _(consumer|producer) .*waits for parity|barrier \d+ over the grid, where \d of 10 are"):
+        count_stages(SMALL, num_columns=8, programs=5, num_layers=2, num_steps=3, seed=1)
 
 
 class Unsigned:
