@@ -148,12 +148,13 @@ def test_float16_that_cannot_hold_the_values_is_refused(scale: int, said: str, t
     out, _ = exported(tmp_path, "qwen3_moe", "compressed-tensors")
     assert kilotok(["convert", str(out), str(tmp_path / "half"), "--layout", "dense", "--dtype", "float16"]) == 2   # bf16 embeddings lose bits
     capsys.readouterr()
+    assert not (tmp_path / "half").exists() and not list(tmp_path.glob(".half*"))
+    assert kilotok(["convert", str(out), str(tmp_path / "half"), "--layout", "dense", "--dtype", "bfloat16"]) == 0   # a second run completes
     state = load_file(out / "model.safetensors")
     state["model.layers.1.mlp.experts.2.down_proj.weight_scale"].fill_(scale)
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=rf"experts\.2\.down_proj: float16 cannot hold its values .*{said}.*Use bfloat16 or float32"):
         load_exported_model(out, dtype=torch.float16)
-    assert not (tmp_path / "half").exists() and not list(tmp_path.glob(".half*"))
 
 
 # --- DeepSeek-V4's own layout ---
