@@ -19,7 +19,7 @@ demo: $(STAMP)
 	$(BIN)/python recipes/pocket/demo.py --out build/demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 30
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
