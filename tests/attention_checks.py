@@ -9,6 +9,7 @@ from tolerances import Bound, assert_equal, assert_within
 from torch import Tensor
 
 from kilotok.kernels.persistent.attention import (
+    AttentionForm,
     AttentionWorkspace,
     Heads,
     Step,
@@ -45,11 +46,11 @@ class Case:
     qk_norm: Tensor | None
     max_length: int
 
-    def twin(self, *, dtype: torch.dtype = torch.float32, weights_exact: bool = False) -> tuple[Tensor, Tensor]:
+    def twin(self, *, dtype: torch.dtype = torch.float32, weights_exact: bool = False, keys: int = CHUNK) -> tuple[Tensor, Tensor]:
         """(output, the cache after it). weights_exact: nothing is rounded behind the bf16 queries, keys and values."""
         cache = self.cache.clone()
         out = attention_ref(self.qkv_CW, self.step, heads=self.heads, cache=cache, cos_LK=self.cos_LK, sin_LK=self.sin_LK, qk_norm=self.qk_norm, dtype=dtype,
-                            rounded=torch.bfloat16, round_weights=not weights_exact)
+                            rounded=torch.bfloat16, round_weights=not weights_exact, keys=keys)
         return out, cache
 
     def only(self, columns: Sequence[int]) -> "Case":
@@ -98,54 +99,54 @@ def poisoned(case: Case) -> AttentionWorkspace:
     return space
 
 
-def run_on_cpu(case: Case, *, last_merges: bool, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """(output, cache) of the device code, its programs in a random order. Dead columns of the output are NaN if nothing wrote them."""
+def run_on_cpu(case: Case, *, form: AttentionForm, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """(output, cache) of the device code, 29 programs in a random order. Dead columns of the output are NaN if nothing wrote them."""
     device, planning = on_cpu("attention_device"), on_cpu("plan")
     space, cache, columns = poisoned(case), case.cache.clone(), len(case.step.slots_C)
     plan, step = space.plan, case.step
     launch(planning.plan_kernel, 1, step.slots_C, step.positions_C, plan.rows_N8, plan.num_rows, plan.spans_C, C=columns,
-           CLASSES=num_classes(case.max_length), WINDOW=case.heads.window or 0, NUM_WARPS=8)
+           CLASSES=num_classes(case.max_length), WINDOW=case.heads.window or 0, NUM_WARPS=8, **form.plan_constants(case.heads, programs=29))
     out = torch.full((columns, case.heads.num_heads * case.heads.head_dim), torch.nan, dtype=torch.bfloat16)
-    launch(device.attend_kernel, 13, case.qkv_CW, case.qkv_CW if case.qk_norm is None else case.qk_norm, case.cos_LK, case.sin_LK, cache, step.pages_SP,
-           plan.rows_N8, plan.num_rows, space.mixed, space.stats, space.arrivals, out, step.pages_SP.shape[1], PROGRAMS=13, LAST_MERGES=last_merges,
-           NUM_WARPS=8, seed=seed, **attention_constants(case.heads, num_columns=columns))
-    if not last_merges:
+    launch(device.attend_kernel, 29, case.qkv_CW, case.qkv_CW if case.qk_norm is None else case.qk_norm, case.cos_LK, case.sin_LK, cache, step.pages_SP,
+           plan.rows_N8, plan.num_rows, space.mixed, space.stats, space.arrivals, out, step.pages_SP.shape[1], plan.rows_N8, PROGRAMS=29,
+           STAMPED=False, NUM_WARPS=8, seed=seed, **form.constants(), **attention_constants(case.heads, num_columns=columns))
+    if not form.last_merges:
         launch(device.merge_kernel, 5, space.mixed, space.stats, plan.spans_C, out, PROGRAMS=5, C=columns, H=case.heads.num_heads,
-               HALF=case.heads.head_dim // 2, NUM_WARPS=8, seed=seed)
+               G=case.heads.num_kv_heads, HALF=case.heads.head_dim // 2, NUM_WARPS=8, seed=seed)
     assert not space.arrivals.any(), "counters are zero between launches"
     return out, cache
 
 
-def run_on_gpu(case: Case, *, last_merges: bool, seed: int = 0) -> tuple[Tensor, Tensor]:
+def run_on_gpu(case: Case, *, form: AttentionForm, seed: int = 0) -> tuple[Tensor, Tensor]:
     """The kernels; `seed` changes nothing."""
     space, cache, columns = poisoned(case), case.cache.clone(), len(case.step.slots_C)
     out = torch.full((columns, case.heads.num_heads * case.heads.head_dim), torch.nan, dtype=torch.bfloat16, device=case.qkv_CW.device)
-    plan_columns(case.step, workspace=space, max_length=case.max_length, window=case.heads.window)
+    plan_columns(case.step, heads=case.heads, workspace=space, max_length=case.max_length, form=form)
     attention(case.qkv_CW, case.step, heads=case.heads, cache=cache, cos_LK=case.cos_LK, sin_LK=case.sin_LK, workspace=space, out_CW=out,
-              qk_norm=case.qk_norm, last_merges=last_merges)
+              qk_norm=case.qk_norm, form=form)
     assert not space.arrivals.any(), "counters are zero between launches"
     return out, cache
 
 
-def check_case(case: Case, run: Run) -> None:
-    """Output and cache against the twin and against float64; both ways to merge and repeated runs bit by bit; dead columns untouched."""
+def check_case(case: Case, run: Run, form: AttentionForm) -> None:
+    """Output and cache against the twin and against float64; repeated runs bit by bit; dead columns untouched."""
     live = case.step.slots_C >= 0
-    out, cache = run(case, last_merges=True)
-    twin, twin_cache = case.twin()
+    out, cache = run(case, form=form)
+    twin, twin_cache = case.twin(keys=form.keys)
     assert_within(out[live], twin[live], bound=KERNEL, what="output")
     assert bool(out[~live].isnan().all()), "a dead column was written"
     assert_equal(cache.isnan(), twin_cache.isnan(), what="positions of the cache that hold something")
     assert_within(cache.nan_to_num(), twin_cache.nan_to_num(), bound=KERNEL, what="cache")
     assert_within(out[live], case.twin(dtype=torch.float64, weights_exact=True)[0][live], bound=EXACT, what="output against float64")
-    for seed, last_merges in ((1, True), (2, False)):
-        again, cache_again = run(case, last_merges=last_merges, seed=seed)
+    for seed in (1, 2):
+        again, cache_again = run(case, form=form, seed=seed)
         assert_equal(again, out, bits=True, what="output of another run")
         assert_equal(cache_again, cache, bits=True, what="cache of another run")
 
 
-def check_alone(case: Case, run: Run) -> None:
+def check_alone(case: Case, run: Run, form: AttentionForm) -> None:
     """Every live column computed alone, behind the keys of those before it, gives the bits that it has among others."""
-    out, cache = run(case, last_merges=True)
+    out, cache = run(case, form=form)
     slots = case.step.slots_C.tolist()
     for c, slot in enumerate(slots):
         if slot < 0:
@@ -156,17 +157,17 @@ def check_alone(case: Case, run: Run) -> None:
             position = int(case.step.positions_C[other])
             page = case.step.pages_SP[slot, position // CHUNK]
             before[page, :, :, position % CHUNK] = cache[page, :, :, position % CHUNK]
-        alone, alone_cache = run(replace(case.only([c]), cache=before), last_merges=True)
+        alone, alone_cache = run(replace(case.only([c]), cache=before), form=form)
         position = int(case.step.positions_C[c])
         page = case.step.pages_SP[slot, position // CHUNK]
         assert_equal(alone[c], out[c], bits=True, what=f"column {c} alone")
         assert_equal(alone_cache[page, :, :, position % CHUNK], cache[page, :, :, position % CHUNK], bits=True, what=f"keys and values of column {c} alone")
 
 
-def check_placed(case: Case, run: Run, *, num_columns: int) -> None:
+def check_placed(case: Case, run: Run, form: AttentionForm, *, num_columns: int) -> None:
     """The same columns among more, at the end of a wider step: the same bits."""
     columns, more = len(case.step.slots_C), num_columns - len(case.step.slots_C)
     step = replace(case.step, slots_C=torch.nn.functional.pad(case.step.slots_C, (more, 0), value=-1),
                    positions_C=torch.nn.functional.pad(case.step.positions_C, (more, 0)))
     wide = replace(case, step=step, qkv_CW=torch.nn.functional.pad(case.qkv_CW, (0, 0, more, 0), value=torch.nan))
-    assert_equal(run(wide, last_merges=True)[0][-columns:], run(case, last_merges=True)[0], bits=True, what=f"{columns} columns among {num_columns}")
+    assert_equal(run(wide, form=form)[0][-columns:], run(case, form=form)[0], bits=True, what=f"{columns} columns among {num_columns}")

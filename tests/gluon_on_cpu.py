@@ -74,9 +74,38 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> "Shared":
         return Shared(self.values.permute(order))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], _layout: Any) -> "Shared":
-        assert dtype == self.values.dtype
-        return Shared(self.values.view(shape))
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Shared":
+        """The memory from here on."""
+        assert dtype == self.values.dtype and self.values.is_contiguous()
+        shape = [int(s) for s in shape]
+        strides = torch.empty(shape, device="meta").stride()
+        return _blocks(Shared(torch.as_strided(self.values, shape, strides)), layout)
+
+
+class Blocks(Shared):
+    """Rows that are wider than a swizzle: blocks of columns, one after the other."""
+
+    def __init__(self, blocks: Tensor) -> None:
+        self.blocks = blocks    # [block, row, column]
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        return self.blocks.transpose(0, 1).flatten(1)
+
+    def store(self, value: Tensor) -> None:
+        assert value.shape == self.values.shape and value.dtype == self.blocks.dtype
+        self.blocks.copy_(value.view(value.shape[0], self.blocks.shape[0], -1).transpose(0, 1))
+
+
+def _blocks(memory: Any, swizzle_bytes: int | None) -> Any:
+    """A view of contiguous memory, as its layout has it."""
+    if not swizzle_bytes:
+        return memory
+    values = memory.values
+    width = swizzle_bytes // values.dtype.itemsize
+    if values.dim() != 2 or width >= values.shape[1]:
+        return memory
+    return Blocks(torch.as_strided(values, (values.shape[1] // width, values.shape[0], width), (values.shape[0] * width, width, 1)))
 
 
 def _load(pointer: Pointer, mask: Any = None, other: Any = None, **_options: Any) -> Tensor:
@@ -105,7 +134,7 @@ def _atomic_add(pointer: Pointer, value: int, **_options: Any) -> Tensor:
 
 
 def _copy(target: Shared, pointer: Pointer, mask: Any = None) -> None:
-    target.values.fill_(torch.nan)
+    target.store(torch.full_like(target.values, torch.nan))
     _state.open.append((target, pointer, mask))
 
 
@@ -120,9 +149,23 @@ def _wait(outstanding: int) -> None:
             target.store(_load(pointer, mask, 0.0))
 
 
-def _mma(a: Shared, b: Shared, acc: Tensor) -> Tensor:
+def _mma(a: Shared, b: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Tensor:
     # Products of float64 rounded to fp32: what a row gives does not depend on its place, as on the GPU.
-    return (acc.double() + a.values.double() @ b.values.double()).float()
+    product = a.values.double() @ b.values.double()
+    return (acc.double() + product if use_acc else product).float()
+
+
+def assembly(ptx: str, _constraints: str, operands: list[Any], **_options: Any) -> Any:
+    if ptx == "mov.b32 $0, 0;":
+        return 0
+    if "prefetch.global.L2" in ptx:
+        pointer, line, lines = operands
+        pointer.at(line < lines)
+        return line * 0
+    if ptx.startswith("cvt.rn.bf16x2.f32"):
+        return operands[0].bfloat16()
+    assert ptx.startswith("ex2.approx.ftz"), ptx
+    return torch.exp2(operands[0])
 
 
 def _jit(fn: Any = None, **_options: Any) -> Any:
@@ -158,11 +201,14 @@ LANGUAGE = SimpleNamespace(
     zeros=lambda shape, dtype, _layout=None: torch.zeros(tuple(shape), dtype=dtype), load=_load, store=_store, atomic_add=_atomic_add,
     where=_where, minimum=_two(torch.minimum), maximum=_two(torch.maximum), sum=_reduction(torch.sum), max=_reduction(torch.amax), min=_reduction(torch.amin),
     exp2=_elementwise(torch.exp2), rsqrt=_elementwise(torch.rsqrt), fma=lambda a, b, c: a * b + c, associative_scan=_scan,
-    convert_layout=lambda x, _layout: x, broadcast=torch.broadcast_tensors, static_range=range, static_assert=lambda *_: None,
-    allocate_shared_memory=lambda dtype, shape, _layout: Shared(torch.full(tuple(shape), torch.nan, dtype=dtype)),
-    **{name: lambda *_, **__: None for name in ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "NVMMASharedLayout")})
+    convert_layout=lambda x, _layout: x, inline_asm_elementwise=assembly, expand_dims=torch.unsqueeze, to_tensor=lambda x: x,
+    reshape=lambda x, s: x.reshape(tuple(s)), broadcast=torch.broadcast_tensors, static_range=range, static_assert=lambda *_: None,
+    allocate_shared_memory=lambda dtype, shape, _layout: Shared(torch.full(tuple(shape), torch.nan if dtype.is_floating_point else -(2**30), dtype=dtype)),
+    **{name: lambda *_, **__: None for name in ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout")},
+    NVMMASharedLayout=lambda *, swizzle_byte_width, **_: swizzle_byte_width)
 HOPPER = SimpleNamespace(async_copy=SimpleNamespace(async_copy_global_to_shared=_copy, commit_group=_commit, wait_group=_wait),
-                         fence_async_shared=lambda: None, warpgroup_mma=_mma)
+                         fence_async_shared=lambda: None, warpgroup_mma=_mma,
+                         warpgroup_mma_wait=lambda _outstanding, deps: deps[0])
 _FAKES: dict[str, Any] = {"triton.experimental": SimpleNamespace(gluon=SimpleNamespace(jit=_jit, constexpr_function=_jit)),
                           "triton.experimental.gluon": SimpleNamespace(language=LANGUAGE),
                           "triton.experimental.gluon.language.nvidia.hopper": HOPPER}
@@ -180,7 +226,7 @@ def on_cpu(name: str) -> ModuleType:
             if what in _FAKES:
                 return _FAKES[what]
             if (level, what) == (2, "moe.stream"):
-                return SimpleNamespace(cta_barrier=lambda: None, here=lambda x: x)
+                return SimpleNamespace(cta_barrier=lambda: None, here=lambda x: x, hidden=lambda x: x, row_major=lambda _rank: None)
             if level == 1:
                 return on_cpu(what)
             return builtins.__import__(what, env, local, names, level)

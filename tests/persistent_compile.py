@@ -15,10 +15,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kilotok.kernels.moe.layer import grid_barrier
-from kilotok.kernels.persistent.attention import Heads, attention_constants
-from kilotok.kernels.persistent.attention_device import attend, attend_kernel, fetch_first, make_buffers, merge_columns, merge_kernel, num_rows
+from kilotok.kernels.persistent.attention import FORM, AttentionForm, Heads, attention_constants
+from kilotok.kernels.persistent.attention_device import attend, attend_kernel, make_buffers, merge_columns, merge_kernel, prepare, spans_of_row
 from kilotok.kernels.persistent.plan import num_classes, plan_kernel, plan_step
-from kilotok.kernels.persistent.router import choose_and_route, router_constants, router_kernel
+from kilotok.kernels.persistent.router import choose_and_route, make_tables, router_constants, router_kernel
 
 # kernel arguments that are pointers, by what they point to; the others are i32
 POINTERS = {name: kind for kind, names in {
@@ -26,6 +26,7 @@ POINTERS = {name: kind for kind, names in {
     "*fp32": "qkv_ptr cos_ptr sin_ptr mixed_ptr stats_ptr logits_ptr weights_ptr",
     "*i32": "pages_ptr rows_ptr num_rows_ptr spans_ptr arrivals_ptr slots_ptr positions_ptr num_tiles_ptr experts_ptr pairs_ptr num_experts_ptr barrier_ptr "
             "fault_ptr",
+    "*i64": "stamps_ptr",
 }.items() for name in names.split()}
 
 
@@ -37,10 +38,12 @@ class Built:
     stack_bytes: int
     local_bytes: int
     shared_bytes: int
+    code_bytes: int
     ptx: str
 
     def __str__(self) -> str:
-        return f"{self.registers} registers, {self.stack_bytes}+{self.local_bytes} bytes of stack and local memory, {self.shared_bytes / 1024:.1f} KB shared"
+        return (f"{self.registers} registers, {self.stack_bytes}+{self.local_bytes} bytes of stack and local memory, {self.shared_bytes / 1024:.1f} KB shared, "
+                f"{self.code_bytes / 1024:.1f} KB of code")
 
 
 def build(kernel: Any, constants: dict[str, Any], *, maxnreg: int | None = None) -> Built:
@@ -56,25 +59,28 @@ def build(kernel: Any, constants: dict[str, Any], *, maxnreg: int | None = None)
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run([triton.knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", usage)
     assert found is not None, usage
     registers, stack, local = map(int, found.groups())
-    return Built(registers=registers, stack_bytes=stack, local_bytes=local, shared_bytes=compiled.metadata.shared, ptx=compiled.asm["ptx"])
+    return Built(registers=registers, stack_bytes=stack, local_bytes=local, shared_bytes=compiled.metadata.shared,
+                 code_bytes=16 * len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s", sass, re.M)), ptx=compiled.asm["ptx"])
 
 
 @cache
-def build_attend(heads: Heads, *, num_columns: int, last_merges: bool = True, maxnreg: int | None = None) -> Built:
-    return build(attend_kernel, {**attention_constants(heads, num_columns=num_columns), "PROGRAMS": 132, "LAST_MERGES": last_merges}, maxnreg=maxnreg)
+def build_attend(heads: Heads, *, num_columns: int, form: AttentionForm = FORM, stamped: bool = False, maxnreg: int | None = None) -> Built:
+    constants = {**attention_constants(heads, num_columns=num_columns), **form.constants(), "PROGRAMS": 132, "STAMPED": stamped}
+    return build(attend_kernel, constants, maxnreg=maxnreg)
 
 
 @cache
 def build_merge(heads: Heads, *, num_columns: int) -> Built:
-    return build(merge_kernel, {"PROGRAMS": 132, "C": num_columns, "H": heads.num_heads, "HALF": heads.head_dim // 2})
+    return build(merge_kernel, {"PROGRAMS": 132, "C": num_columns, "H": heads.num_heads, "G": heads.num_kv_heads, "HALF": heads.head_dim // 2})
 
 
 @cache
 def build_plan(*, num_columns: int, max_length: int, window: int | None = None) -> Built:
-    return build(plan_kernel, {"C": num_columns, "CLASSES": num_classes(max_length), "WINDOW": window or 0})
+    return build(plan_kernel, {"C": num_columns, "CLASSES": num_classes(max_length), "WINDOW": window or 0, "AT_ONCE": 33, "PART_COLUMNS": 4})
 
 
 @cache
@@ -87,27 +93,30 @@ def build_router(*, num_columns: int, num_experts: int, experts_per_token: int, 
 
 
 @gluon.jit
-def _consumer(buffers, step, plan, attention, routing, barrier_ptr, fault_ptr, num_layers, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr,  # type: ignore
-              HALF: gl.constexpr, SCALE: gl.constexpr, EPS: gl.constexpr, NORM: gl.constexpr, WINDOW: gl.constexpr, CLASSES: gl.constexpr, E: gl.constexpr,
-              K: gl.constexpr, EXPERTS: gl.constexpr, TILES: gl.constexpr, PADDED_TILES: gl.constexpr, LAST_MERGES: gl.constexpr, NUM_WARPS: gl.constexpr):
+def _consumer(buffers, tables, step, plan, attention, routing, barrier_ptr, fault_ptr, num_layers, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr,  # type: ignore
+              HALF: gl.constexpr, SCALE: gl.constexpr, EPS: gl.constexpr, NORM: gl.constexpr, WINDOW: gl.constexpr, CLASSES: gl.constexpr,
+              AT_ONCE: gl.constexpr, PART_COLUMNS: gl.constexpr, E: gl.constexpr, K: gl.constexpr, EXPERTS: gl.constexpr, TILES: gl.constexpr,
+              PADDED_TILES: gl.constexpr, LAST_MERGES: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr, NUM_WARPS: gl.constexpr):
     slots_ptr, positions_ptr = step
+    table, ends = tables
     rows_ptr, num_rows_ptr, spans_ptr = plan
     qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, pages_ptr, mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, num_pages = attention
     logits_ptr, num_tiles_ptr, experts_ptr, pairs_ptr, weights_ptr, num_experts_ptr = routing
     number = gl.program_id(0)
     if number == 0:
-        plan_step(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, C, CLASSES, WINDOW, NUM_WARPS)
+        plan_step(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, C, CLASSES, WINDOW, AT_ONCE, PART_COLUMNS, NUM_WARPS)
     grid_barrier(barrier_ptr, fault_ptr, 0, 1, 132, NUM_WARPS)
     for _ in range(num_layers):
-        fetch_first(buffers, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, num_pages, number, G, HALF, NUM_WARPS)
+        item = prepare(buffers[0], norm_ptr, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, num_pages, number, H, G, HALF, NORM, KEYS, NUM_WARPS)
+        spans = spans_of_row(spans_ptr, number, C, H, G)
         grid_barrier(barrier_ptr, fault_ptr, 0, 1, 132, NUM_WARPS)   # queries, keys and values are there
-        attend(buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, mixed_ptr, stats_ptr, arrivals_ptr, out_ptr,
-               num_pages, number, 132, C, H, G, HALF, SCALE, EPS, NORM, WINDOW, LAST_MERGES, NUM_WARPS)
+        attend(item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, pages_ptr, rows_ptr, mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, num_pages,
+               number, rows_ptr, 132, C, H, G, HALF, SCALE, EPS, NORM, WINDOW, LAST_MERGES, KEYS, QUERIES, 1, False, NUM_WARPS)
         grid_barrier(barrier_ptr, fault_ptr, 0, 1, 132, NUM_WARPS)
         if not LAST_MERGES:
-            merge_columns(mixed_ptr, stats_ptr, spans_ptr, out_ptr, number, 132, C, H, HALF, NUM_WARPS)
+            merge_columns(mixed_ptr, stats_ptr, spans_ptr, out_ptr, number, spans, 132, C, H, G, HALF, NUM_WARPS)
             grid_barrier(barrier_ptr, fault_ptr, 0, 1, 132, NUM_WARPS)
-        choose_and_route(logits_ptr, slots_ptr, num_tiles_ptr + number, experts_ptr + number * TILES, pairs_ptr + number * (TILES * 8),
+        choose_and_route(logits_ptr, slots_ptr, table, ends, num_tiles_ptr + number, experts_ptr + number * TILES, pairs_ptr + number * (TILES * 8),
                          weights_ptr + number * (TILES * 8), num_experts_ptr + number * C, C, E, K, EXPERTS, TILES, PADDED_TILES, True, NUM_WARPS)
 
 
@@ -120,22 +129,24 @@ def _producer(go):  # type: ignore
 def _resident_kernel(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, pages_ptr,  # type: ignore
                      mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, num_pages, logits_ptr, num_tiles_ptr, experts_ptr, pairs_ptr, weights_ptr, num_experts_ptr,
                      barrier_ptr, fault_ptr, num_layers, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr, SCALE: gl.constexpr,
-                     EPS: gl.constexpr, NORM: gl.constexpr, WINDOW: gl.constexpr, CLASSES: gl.constexpr, E: gl.constexpr, K: gl.constexpr,
-                     EXPERTS: gl.constexpr, TILES: gl.constexpr, PADDED_TILES: gl.constexpr, LAST_MERGES: gl.constexpr, NUM_WARPS: gl.constexpr):
-    buffers = make_buffers(HALF, num_rows(H // G))
+                     EPS: gl.constexpr, NORM: gl.constexpr, WINDOW: gl.constexpr, CLASSES: gl.constexpr, AT_ONCE: gl.constexpr,
+                     PART_COLUMNS: gl.constexpr, E: gl.constexpr, K: gl.constexpr, EXPERTS: gl.constexpr, TILES: gl.constexpr, PADDED_TILES: gl.constexpr,
+                     LAST_MERGES: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr, NUM_WARPS: gl.constexpr):
+    buffers = make_buffers(HALF, KEYS, QUERIES)
     go = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(go, count=1)
     gl.warp_specialize([
-        (_consumer, (buffers, (slots_ptr, positions_ptr), (rows_ptr, num_rows_ptr, spans_ptr),
+        (_consumer, (buffers, make_tables(C, EXPERTS), (slots_ptr, positions_ptr), (rows_ptr, num_rows_ptr, spans_ptr),
                      (qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, pages_ptr, mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, num_pages),
                      (logits_ptr, num_tiles_ptr, experts_ptr, pairs_ptr, weights_ptr, num_experts_ptr), barrier_ptr, fault_ptr, num_layers, C, H, G, HALF,
-                     SCALE, EPS, NORM, WINDOW, CLASSES, E, K, EXPERTS, TILES, PADDED_TILES, LAST_MERGES, NUM_WARPS)),
+                     SCALE, EPS, NORM, WINDOW, CLASSES, AT_ONCE, PART_COLUMNS, E, K, EXPERTS, TILES, PADDED_TILES, LAST_MERGES, KEYS, QUERIES, NUM_WARPS)),
         (_producer, (go,)),
     ], [1], [24])
 
 
 @cache
-def build_resident(heads: Heads, *, num_columns: int, max_length: int, num_experts: int, experts_per_token: int, last_merges: bool) -> Built:
+def build_resident(heads: Heads, *, num_columns: int, max_length: int, num_experts: int, experts_per_token: int, form: AttentionForm = FORM) -> Built:
     """Plan, barriers over the grid, attention and router in the consumers of a specialised kernel, without the products between them."""
-    return build(_resident_kernel, {**attention_constants(heads, num_columns=num_columns), "CLASSES": num_classes(max_length), "LAST_MERGES": last_merges,
+    return build(_resident_kernel, {**attention_constants(heads, num_columns=num_columns), **form.constants(), **form.plan_constants(heads, programs=132),
+                                    "CLASSES": num_classes(max_length),
                                     **router_constants(num_columns=num_columns, experts_per_token=experts_per_token, num_experts=num_experts)})

@@ -1,9 +1,10 @@
 """What must hold of the step kernel on a GPU; the test and the benchmark share it. The first wrong phase is named."""
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
+from step_compile import VARIANTS, Variant
 from torch import Tensor
 
 from kilotok.kernels.persistent import StepInputs, StepRef, StepShape, StepState, StepWeights
@@ -19,6 +20,7 @@ MOST_APART = 2e-3
 WRITTEN = {"embed": ("residual_CD",), "qkv": ("qkv_CW",), "attention": ("mixed_CW", "cache"), "out": ("residual_CD",),
            "router": ("router_logits_CE", "normed_CD"), "add": ("residual_CD", "features_CXD"), "head": ("logits_CV",)}
 BUFFERS = ("residual_CD", "qkv_CW", "mixed_CW", "normed_CD", "router_logits_CE", "logits_CV", "features_CXD")
+_MEMORY = {"qkv_CW": "qkv_SCW", "router_logits_CE": "router_logits_SCE"}    # properties of the state, and the sums behind them
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.int32: torch.int32}
 
 
@@ -31,7 +33,7 @@ def tensors(state: StepState) -> Iterator[tuple[str, Tensor]]:
 def poison(state: StepState) -> None:
     """NaN in every buffer of a step; the cache stays."""
     for name in (*BUFFERS, "inter_MCF", "partials_RD"):
-        getattr(state, name.replace("qkv_CW", "qkv_SCW")).fill_(torch.nan)
+        getattr(state, _MEMORY.get(name, name)).fill_(torch.nan)
     for tensor in (state.attention.mixed, state.attention.stats):
         tensor.fill_(torch.nan)
     state.next_C.fill_(-7)
@@ -41,7 +43,9 @@ def poison(state: StepState) -> None:
 class Case:
     """Random weights, and sequences with a context of random keys and values; positions without one are NaN."""
 
-    def __init__(self, shape: StepShape, *, num_columns: int, seed: int, context: int, profile: bool = False) -> None:
+    def __init__(self, shape: StepShape, *, num_columns: int, seed: int, context: int, profile: bool = False,
+                 variant: Variant = VARIANTS["pairs"]) -> None:
+        shape = replace(shape, rolled=variant.rolled)
         self.shape, self.context = shape, context
         self.weights = StepWeights.random(shape, seed=seed, device="cuda")
         pages = -(-shape.max_length // CHUNK)
@@ -54,7 +58,7 @@ class Case:
         self.cache = torch.randn(self.state.cache.shape, generator=g, device="cuda").to(torch.bfloat16)
         self.cache[:, table[:, context // CHUNK].long(), :, :, context % CHUNK:] = torch.nan
         self.cache[:, table[:, context // CHUNK + 1:].flatten().long()] = torch.nan
-        self.kernel = StepKernel(self.weights, self.state, profile=profile)
+        self.kernel = StepKernel(self.weights, self.state, profile=profile, **variant.kernel)
         self.twin = StepRef(self.weights, self.twin_state, dtype=torch.float32)
 
     def inputs(self, sequences: list[tuple[int, int]], *, seed: int = 0, temperature: float = 0.0) -> StepInputs:
@@ -116,14 +120,14 @@ def check_phases(case: Case, inputs: StepInputs) -> float:
             worst = max(worst, error)
 
     def lists(layer: int) -> None:
-        memory, where = case.kernel.memory, f"routing list of layer {layer}"
+        memory, where, stride = case.kernel.memory, f"routing list of layer {layer}", 2 if case.kernel.code.ONE_LIST else 1
         torch.cuda.synchronize()
         number, routing = int(memory.list_tiles_R[0]), case.twin_state.routing
-        assert bool((memory.list_tiles_R == number).all()), f"{where}: programs have different numbers of tiles"
+        assert bool((memory.list_tiles_R[::stride] == number).all()), f"{where}: programs have different numbers of tiles"
         assert number == int(routing.num_tiles), f"{where}: {number} tiles, of {int(routing.num_tiles)}"
         for what, mine, theirs in (("experts", memory.list_experts_RM, routing.experts_M), ("pairs", memory.list_pairs_RM8, routing.pairs_MC),
                                    ("weights", memory.list_weights_RM8, routing.weights_MC)):
-            assert bool((mine == mine[:1]).all()), f"{where}: programs have different {what}"
+            assert bool((mine[::stride] == mine[:1]).all()), f"{where}: programs have different {what}"
             assert _apart(mine[0, :number], theirs[:number]) <= 1e-5, f"{where}: {what}"
         assert int(state.distinct_L[layer]) == int(twin.distinct_L[layer]), f"{where}: distinct experts"
 
@@ -204,6 +208,17 @@ def check_steps(case: Case, inputs: StepInputs, *, num_steps: int) -> None:
     arrived = case.kernel.tokens_so_far()
     assert arrived.tolist() == torch.stack(tokens).tolist(), f"tokens of {num_steps} steps in one launch: {arrived.tolist()}, of one at a time {tokens}"
     assert_same(case.results(live), expected, f"{num_steps} steps in one launch against one at a time")
+
+
+def check_same(case: Case, inputs: StepInputs, other: StepKernel, *, what: str) -> None:
+    """Another kernel over the same weights and state gives the same bits."""
+    found = []
+    for kernel in (case.kernel, other):
+        case.fresh(inputs)
+        kernel.run(inputs)
+        kernel.check_fault()
+        found.append(case.results(live_of(inputs)))
+    assert_same(found[1], found[0], what)
 
 
 def check_alone(case: Case, inputs: StepInputs, *, column: int, place: int) -> None:

@@ -4,7 +4,7 @@ import re
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -13,10 +13,10 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kilotok.kernels.moe.product import SWIZZLE_NONE
-from kilotok.kernels.persistent.attention import Heads
+from kilotok.kernels.persistent.attention import FORM, FORM_OF_TWO, AttentionForm, Heads
 from kilotok.kernels.persistent.fragments import NUM_WARPS
 from kilotok.kernels.persistent.model import MATRICES, StepShape
-from kilotok.kernels.persistent.step_code import POINTER_TYPES, Pointers, StepCode
+from kilotok.kernels.persistent.step_code import POINTER_TYPES, Pointers, StepCode, launch_options
 from kilotok.kernels.persistent.step_device import step_kernel
 
 SHAPES = {
@@ -36,8 +36,43 @@ def layouts_of_shape(shape: StepShape, *, programs: int = 132) -> dict[str, Any]
     return {**{name: shape.dense_layout(name, programs=programs) for name in MATRICES}, "gate_up": shape.gate_up_layout, "down": shape.down_layout}
 
 
-def code_of(shape: StepShape, *, num_columns: int = 8, phase: str = "all", programs: int = 132, profile: bool = False) -> StepCode:
-    return StepCode.of(shape, layouts=layouts_of_shape(shape, programs=programs), num_columns=num_columns, programs=programs, phase=phase, profile=profile)
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How a model is built: rolled dense products, and programs an SM."""
+
+    rolled: bool = False
+    per_sm: int = 1
+    form: AttentionForm = FORM
+    parts: int = 4
+    one_list: bool = False
+
+    @property
+    def code(self) -> dict[str, Any]:
+        """Of StepCode."""
+        return {"form": self.form, "parts": self.parts, "one_list": self.one_list, "partitions": 2 // self.per_sm}
+
+    @property
+    def kernel(self) -> dict[str, Any]:
+        """Of StepKernel."""
+        return {"form": self.form, "expert_parts": self.parts, "one_list": self.one_list, "per_sm": self.per_sm}
+
+
+VARIANTS = {"pairs": Variant(), "rolled": Variant(rolled=True), "two programs": Variant(rolled=True, per_sm=2, form=FORM_OF_TWO)}
+# more of them, for a benchmark: of the same bits as the one that they are made from, but for attention's
+OTHERS = {"pairs, 2 parts": replace(VARIANTS["pairs"], parts=2), "pairs, one list": replace(VARIANTS["pairs"], one_list=True),
+          "two programs, 2 parts": replace(VARIANTS["two programs"], parts=2),
+          "two programs, merge": replace(VARIANTS["two programs"], form=replace(FORM_OF_TWO, last_merges=False))}
+
+
+def code_of(shape: StepShape, *, num_columns: int = 8, phase: str = "all", programs: int = 132, profile: bool = False,
+            variant: Variant = VARIANTS["pairs"]) -> StepCode:
+    """programs: SMs."""
+    shape = replace(shape, rolled=variant.rolled)
+    return StepCode.of(shape, layouts=layouts_of_shape(shape, programs=programs), num_columns=num_columns, programs=programs * variant.per_sm, phase=phase,
+                       profile=profile, **variant.code)
+
+
+_ADDRESS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +85,18 @@ class Built:
     ptx: str
     sass: str
 
+    @property
+    def code_bytes(self) -> int:
+        return 16 + max(int(found[1], 16) for line in self.sass.splitlines() if (found := _ADDRESS.match(line)))
+
     def __str__(self) -> str:
         return (f"{self.registers} registers, {self.stack_bytes}+{self.local_bytes} bytes of stack and local memory, {self.shared_bytes / 1024:.1f} KB shared, "
-                f"{len(self.sass.splitlines())} lines of SASS, {self.seconds:.1f} s")
+                f"{self.code_bytes / 1024:.1f} KB of code, {self.seconds:.1f} s")
 
 
 @cache
-def build_step(name: str, *, num_columns: int = 8, phase: str = "all", profile: bool = False) -> Built:
-    code = code_of(SHAPES[name], num_columns=num_columns, phase=phase, profile=profile)
+def build_step(name: str, *, num_columns: int = 8, phase: str = "all", profile: bool = False, variant: Variant = VARIANTS["pairs"]) -> Built:
+    code = code_of(SHAPES[name], num_columns=num_columns, phase=phase, profile=profile, variant=variant)
     names = list(step_kernel.arg_names)
     desc = f"tensordesc<i32[{NUM_WARPS // 2}, 256],{SWIZZLE_NONE!r}>"
     signature: dict[str, Any] = {n: desc if n.endswith("_desc") else "i32" for n in names} | {"p": POINTER_TYPES, "S": "constexpr"}
@@ -66,7 +105,7 @@ def build_step(name: str, *, num_columns: int = 8, phase: str = "all", profile: 
     attrs = {(names.index("p"), i): [["tt.divisibility", 16]] for i in range(len(Pointers._fields))}
     started = time.time()
     source = GluonASTSource(step_kernel, signature, {"S": code}, attrs=attrs)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": NUM_WARPS, "launch_cooperative_grid": phase == "all"})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch_options(code))
     seconds = time.time() - started
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

@@ -6,13 +6,13 @@ computes is left out. Every consumer draws a routing list of its own, so that pa
 
 import random
 import threading
+from dataclasses import replace
 from typing import Any
 
 import step_on_cpu
 import torch
-from gluon_on_cpu import Pointer
-from step_compile import code_of
-from step_on_cpu import Kernel, Word
+from step_compile import VARIANTS, Variant, code_of
+from step_on_cpu import Kernel, Memory, Word
 
 from kilotok.kernels.persistent import StepShape
 from kilotok.kernels.persistent.step_code import POINTER_TYPES, Pointers
@@ -48,17 +48,19 @@ _NOTHING = Nothing()
 
 
 def _allocate(dtype: torch.dtype, shape: Any, layout: Any) -> Any:
-    return step_on_cpu._allocate(dtype, shape, layout) if dtype == torch.int64 or list(shape) == [32] else _NOTHING
+    return step_on_cpu._allocate(dtype, shape, layout) if dtype == torch.int64 or list(shape) == [32] or shape[0] == 1 else _NOTHING
 
 
 def _count_box(_desc: Any, _at: list[Any], barrier: Any, _target: Any, size: int) -> None:
     barrier.change(copied=size)
 
 
-def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layers: int, num_steps: int, seed: int) -> dict[str, int]:
+def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layers: int, num_steps: int, seed: int,
+                 variant: Variant = VARIANTS["pairs"], one_list: bool = False) -> dict[str, int]:
     """Runs the kernel's control flow to its end; returns the stages that all producers copied and all consumers released. Raises `Stuck` if they wait
     for each other."""
-    code = code_of(shape, num_columns=num_columns, programs=programs)
+    code = replace(code_of(shape, num_columns=num_columns, programs=programs, variant=variant), ONE_LIST=one_list)
+    programs *= variant.per_sm
     counts, lock = {"copied": 0, "released": 0}, threading.Lock()
     draw = random.Random(seed)
 
@@ -74,11 +76,13 @@ def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layer
         meet = kernel.modules["persistent.dense_device"].meet
         return meet(met, meet(met, turn))
 
-    def route(_logits: Any, _slots: Any, tiles: Pointer, experts: Pointer, *_: Any) -> None:
+    def route(_logits: Any, _slots: Any, _table: Any, ends: Memory, *_: Any) -> Any:
         with lock:
             live = draw.choice((0, 1, 2, code.K, code.TILES, draw.randrange(code.TILES + 1)))
-        tiles.memory[tiles.offset] = live
-        experts.memory[int(experts.offset):int(experts.offset) + live] = torch.arange(live, dtype=torch.int32) % code.E
+        values = (torch.arange(code.EXPERTS, dtype=torch.int32) + 1).clamp(max=live)
+        values[code.E - 1:] = live
+        ends.store(values[None])
+        return Word(live), 0, ()
 
     def release(empty: Any, slot: Any) -> None:
         with lock:
@@ -93,21 +97,28 @@ def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layer
     def nothing(*_: Any, **__: Any) -> Any:
         return _NOTHING
 
+    products: dict[str, Any] = {
+        "load_activations": lambda *_: ((), ()), "multiply": lambda *_: (_NOTHING,), "down_columns": lambda *_: (0, 0, 0), "store_channels": nothing,
+        "store_partials": nothing, "sum_over_warps": nothing, "keep_sums": nothing, "kept_sums": nothing}
     cheap: dict[str, dict[str, Any]] = {
         "moe.stream": {"release": release},
         "persistent.dense_device": {"multiply_item": multiply_item, "normalize": normalize, "load_norm": nothing, "load_fragments": nothing,
                                     "read_fragments": nothing, "rows_of": lambda *_: (Word(0), False), "sum_over_warps": nothing},
-        "moe.device": {"load_activations": lambda *_: ((), ()), "multiply": lambda *_: (_NOTHING,), "down_columns": lambda *_: (0, 0, 0),
-                       "_store_channels": nothing, "_store_partials": nothing},
-        "persistent.step_phases": {"live_of": lambda *_: 255, "choose_and_route": route,
-                                   "_count_experts": nothing, "attend": nothing, "fetch_first_values": nothing},
-        "persistent.step_device": {"embed_phase": nothing, "add_phase": nothing, "sample_phase": nothing, "finish_phase": nothing,
-                                   "fetch_first_keys": nothing, "load_norm": nothing},
+        "persistent.rolled_dense": {"load_weights": lambda *_: (), "_factor": nothing, "_load_residual": nothing, "_fill": nothing, "_copy_stage": nothing,
+                                    "_multiply_stage": nothing, "sum_over_warps": lambda *_: 0.0},
+        "moe.device": products, "moe.rolled": products,
+        "persistent.step_dense": {"live_of": lambda *_: 255},
+        "persistent.step_phases": {"choose_experts": route, "clear_list": nothing, "write_list": nothing, "write_weights": nothing,
+                                   "first_pairs": lambda *_: 0, "attend": nothing, "prepare": nothing, "merge_columns": nothing,
+                                   "spans_of_row": nothing},
+        "persistent.step_consumer": {"live_of": lambda *_: 255, "embed_phase": nothing, "add_phase": nothing, "sample_phase": nothing, "finish_phase": nothing,
+                                   "load_norm": nothing},
     }
-    kernel = Kernel(programs, cheap=cheap, language={"allocate_shared_memory": _allocate, "store": nothing},
+    kernel = Kernel(programs, consumers=code.PARTITIONS, cheap=cheap, language={"allocate_shared_memory": _allocate, "store": nothing},
                     mbarrier={"expect": expect}, copy=lambda desc, at, barrier, target: _count_box(desc, at, barrier, target, int(desc[0, 0])))
     sizes = {"list_tiles": 2 * programs, "list_experts": 2 * programs * code.TILES, "list_pairs": 2 * programs * code.TILES * 8,
-             "list_weights": 2 * programs * code.TILES * 8}
+             "list_weights": 2 * programs * code.TILES * 8,
+             "residual": code.C * code.D}
     pointers = Pointers(**{name: torch.zeros(sizes.get(name, 1), dtype=torch.float32 if kind == "*fp32" else torch.int32)
                            for name, kind in POINTER_TYPES._asdict().items()})
     # instead of weights: bytes of a box

@@ -21,8 +21,9 @@ import torch
 from gluon_on_cpu import LANGUAGE, Pointer
 from torch import Tensor
 
-_DEVICE_MODULES = ("moe.stream", "moe.device", *(f"persistent.{name}" for name in (
-    "dense_device", "merge_device", "attention_device", "plan", "router", "sample_device", "step_phases", "step_device")))
+_DEVICE_MODULES = ("moe.stream", "moe.device", "moe.rolled", *(f"persistent.{name}" for name in (
+    "dense_device", "rolled_dense", "merge_device", "attention_rows", "attention_device", "plan", "router", "sample_device",
+    "step_dense", "step_phases", "step_consumer", "step_device")))
 _here = base._state
 
 
@@ -31,6 +32,9 @@ class Word(int):
 
     def to(self, *_to: Any, **_options: Any) -> "Word":
         return self
+
+    def __floordiv__(self, other: Any) -> "Word":
+        return Word(int(self) // other)
 
 
 def _range(*bounds: Any) -> Any:
@@ -150,8 +154,9 @@ class Memory:
         assert 0 <= int(i) < self.shape[0], f"index {int(i)} of {self.shape}"
         return Memory(self.data, self.start + int(i) * size, self.dtype, inner)
 
-    def _reinterpret(self, dtype: torch.dtype, shape: Any, _layout: Any) -> "Memory":
-        return Memory(self.data, self.start, dtype, tuple(shape))
+    def _reinterpret(self, dtype: torch.dtype, shape: Any, layout: Any) -> Any:
+        memory = Memory(self.data, self.start, dtype, tuple(shape))
+        return base._blocks(memory, layout) if len(memory.shape) == 2 else memory
 
     def load(self, _layout: Any) -> Tensor:
         return self.values.clone()
@@ -252,7 +257,9 @@ def _assembly(modules: dict[str, ModuleType]) -> Callable[..., Any]:
     def run(ptx: str, _constraints: str, operands: list[Any], **_options: Any) -> Any:
         if ptx in known:
             return known[ptx](*operands)
-        if ptx == "mov.b32 $0, $1;":
+        if ptx.startswith(("ex2.", "cvt.rn.bf16x2")) or "prefetch.global.L2" in ptx or ptx == "mov.b32 $0, 0;":
+            return base.assembly(ptx, _constraints, operands)
+        if ptx == "mov.b32 $0, $1;" or "%nctaid.x" in ptx:
             return operands[0]
         if "%ctaid.x" in ptx:
             return operands[0] + _here.program
@@ -273,21 +280,22 @@ def _join(a: Tensor, b: Tensor) -> Tensor:
 class Kernel:
     """The device modules with stand-ins, and a grid of them to run.
 
+    consumers: of a program.
     cheap, language, mbarrier, copy: what replaces functions of the modules (by module and name), of Gluon, of its barriers, and the copy of a TMA box, where
     only control flow is of interest.
     """
 
-    def __init__(self, programs: int, *, cheap: dict[str, dict[str, Any]] | None = None, language: dict[str, Any] | None = None,
+    def __init__(self, programs: int, *, consumers: int = 2, cheap: dict[str, dict[str, Any]] | None = None, language: dict[str, Any] | None = None,
                  mbarrier: dict[str, Any] | None = None, copy: Callable[..., None] | None = None) -> None:
         self.programs, self.modules, self.errors = programs, dict[str, ModuleType](), list[BaseException]()
-        self.grid = Grid(2 * programs)
+        self.grid = Grid(consumers * programs)
         names = {**vars(LANGUAGE)} | {
             "float64": torch.float64, "uint32": torch.int64, "to_tensor": lambda x: Word(x) if isinstance(x, int) else x, "barrier": lambda: None,
             "full_like": lambda x, v: torch.full_like(x, v), "zeros_like": torch.zeros_like, "reshape": lambda x, s: x.reshape(tuple(s)),
             "permute": lambda x, order: x.permute(tuple(order)), "join": _join, "split": lambda x: (x[..., 0], x[..., 1]), "expand_dims": torch.unsqueeze,
             "div_rn": torch.div, "allocate_shared_memory": _allocate, "warp_specialize": self._specialize, "static_range": _range,
             "inline_asm_elementwise": lambda *a, **o: self._asm(*a, **o), "DistributedLinearLayout": lambda **_: None, "SwizzledSharedLayout": lambda *_: None,
-            "static_assert": lambda *_: None, "where": base._where}
+            "static_assert": lambda *_: None, "where": base._where, "shared_memory_descriptor": Memory}
         gl = SimpleNamespace(**names | (language or {}))
         barriers: dict[str, Any] = dict(MBarrierLayout=lambda: None, init=lambda b, count: b.init(count), arrive=lambda b, count: b.change(arrivals=count),
                                    wait=lambda b, parity: b.wait(parity), expect=lambda b, size: b.change(arrivals=1, expected=int(size)))

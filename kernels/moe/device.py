@@ -45,7 +45,7 @@ def _sigmoid(x):
 
 
 @gluon.jit
-def _gate_and_up(values, ROW_TILES: gl.constexpr):
+def gate_and_up(values, ROW_TILES: gl.constexpr):
     """[row tiles, 128] to two of [row tiles, 64]: even elements are gate, odd ones up."""
     return gl.split(gl.reshape(values, (ROW_TILES, 64, 2)))
 
@@ -88,12 +88,12 @@ def _multiply_rest(ring, scale_ring, full, empty, slot, phase, left, x_even, x_o
 
 
 @gluon.jit
-def _store_channels(parts, exchange, out_ptr, bias_ptr, expert, tile, stage, end, live, channel, pair_column, F: gl.constexpr, ACTIVATION: gl.constexpr,
-                    HAS_BIAS: gl.constexpr, DEPTH_WARPS: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, ALL: gl.constexpr,
-                    NUM_WARPS: gl.constexpr):
-    """Sum over the warps, bias, activation, store. ALL: every row of the parts is one."""
+def store_channels(sums, out_ptr, bias_ptr, expert, tile, stage, end, live, channel, pair_column, F: gl.constexpr, ACTIVATION: gl.constexpr,
+                   HAS_BIAS: gl.constexpr, DEPTH_WARPS: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, ALL: gl.constexpr,
+                   NUM_WARPS: gl.constexpr):
+    """Bias, activation, store, of what `sum_over_warps` gave. ALL: every row of the parts is one."""
     STAGE_TILES: gl.constexpr = GROUPS * (NUM_WARPS // DEPTH_WARPS)
-    gate, up = _gate_and_up(sum_over_warps(parts, exchange, GROUPS * PARTS, DEPTH_WARPS, NUM_WARPS), STAGE_TILES * PARTS)
+    gate, up = gate_and_up(sums, STAGE_TILES * PARTS)
     f = stage * (STAGE_TILES * 8) + channel
     mask = live
     if not ALL:
@@ -130,8 +130,8 @@ def consume_gate_up(ring, scale_ring, exchange, full, empty, slot, phase, x_ptr,
     ROW_TILES: gl.constexpr = STAGE_TILES * PARTS
     first, last = stage_range(num_tiles, TILE_STAGES, PART, PARTITIONS, PROGRAMS, NUM_WARPS)
     row, column = result_coordinates(ROW_TILES, DEPTH_WARPS, NUM_WARPS)
-    channel = _gate_and_up((row >> 4) * 8 + (row & 7), ROW_TILES)[0]
-    pair_column = _gate_and_up(column + row * 0, ROW_TILES)[0]
+    channel = gate_and_up((row >> 4) * 8 + (row & 7), ROW_TILES)[0]
+    pair_column = gate_and_up(column + row * 0, ROW_TILES)[0]
     column_g = columns_of(NUM_WARPS)
     pair_g = gl.load(pairs_ptr + (first // TILE_STAGES) * _COLUMNS + column_g, mask=(first < last) & (column_g >= 0), other=-1)
     for tile in range(first // TILE_STAGES, (last + TILE_STAGES - 1) // TILE_STAGES):
@@ -148,14 +148,16 @@ def consume_gate_up(ring, scale_ring, exchange, full, empty, slot, phase, x_ptr,
             for stage in range(begin, rest, PARTS):
                 parts, slot, phase = _multiply_all(ring, scale_ring, full, empty, slot, phase, x_even, x_odd, SLOT_UNITS, STAGES, GROUPS, PARTS, NUM_STEPS,
                                                    NUM_WARPS)
-                _store_channels(parts, exchange, out_ptr, bias_ptr, expert, tile, stage, end, live, channel, pair_column, F, ACTIVATION, HAS_BIAS,
-                                DEPTH_WARPS, GROUPS, PARTS, F % (STAGE_TILES * 8) == 0, NUM_WARPS)
+                sums = sum_over_warps(parts, exchange, GROUPS * PARTS, DEPTH_WARPS, NUM_WARPS)
+                store_channels(sums, out_ptr, bias_ptr, expert, tile, stage, end, live, channel, pair_column, F, ACTIVATION, HAS_BIAS,
+                               DEPTH_WARPS, GROUPS, PARTS, F % (STAGE_TILES * 8) == 0, NUM_WARPS)
         if SHORT or PARTS > 1:
             for stage in range(rest, end, PARTS):
                 parts, slot, phase = _multiply_rest(ring, scale_ring, full, empty, slot, phase, end - stage, x_even, x_odd, SLOT_UNITS, STAGES, GROUPS, PARTS,
                                                     NUM_STEPS, NUM_WARPS)
-                _store_channels(parts, exchange, out_ptr, bias_ptr, expert, tile, stage, end, live, channel, pair_column, F, ACTIVATION, HAS_BIAS,
-                                DEPTH_WARPS, GROUPS, PARTS, False, NUM_WARPS)
+                sums = sum_over_warps(parts, exchange, GROUPS * PARTS, DEPTH_WARPS, NUM_WARPS)
+                store_channels(sums, out_ptr, bias_ptr, expert, tile, stage, end, live, channel, pair_column, F, ACTIVATION, HAS_BIAS,
+                               DEPTH_WARPS, GROUPS, PARTS, False, NUM_WARPS)
     return slot, phase
 
 
@@ -178,11 +180,10 @@ def first_down_columns(pairs_ptr, weights_ptr, num_tiles, DEPTH_WARPS: gl.conste
 
 
 @gluon.jit
-def _store_partials(parts, exchange, partials_ptr, bias_ptr, expert, stage, end, row, pair, weight, D: gl.constexpr, HAS_BIAS: gl.constexpr,
-                    DEPTH_WARPS: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, ALL: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Sum over the warps, bias, weight, store. ALL: every row of the parts is one."""
+def store_partials(sums, partials_ptr, bias_ptr, expert, stage, end, row, pair, weight, D: gl.constexpr, HAS_BIAS: gl.constexpr,
+                   DEPTH_WARPS: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, ALL: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """Bias, weight, store, of what `sum_over_warps` gave. ALL: every row of the parts is one."""
     STAGE_TILES: gl.constexpr = GROUPS * (NUM_WARPS // DEPTH_WARPS)
-    sums = sum_over_warps(parts, exchange, GROUPS * PARTS, DEPTH_WARPS, NUM_WARPS)
     d = stage * (STAGE_TILES * 16) + row
     mask = (pair >= 0) & (row >= 0)
     if not ALL:
@@ -219,14 +220,16 @@ def consume_down(ring, scale_ring, exchange, full, empty, slot, phase, columns, 
             for stage in range(begin, rest, PARTS):
                 parts, slot, phase = _multiply_all(ring, scale_ring, full, empty, slot, phase, x_even, x_odd, SLOT_UNITS, STAGES, GROUPS, PARTS, NUM_STEPS,
                                                    NUM_WARPS)
-                _store_partials(parts, exchange, partials_ptr, bias_ptr, expert, stage, end, row, pair, weight, D, HAS_BIAS, DEPTH_WARPS, GROUPS, PARTS,
-                                D % (STAGE_TILES * 16) == 0, NUM_WARPS)
+                sums = sum_over_warps(parts, exchange, GROUPS * PARTS, DEPTH_WARPS, NUM_WARPS)
+                store_partials(sums, partials_ptr, bias_ptr, expert, stage, end, row, pair, weight, D, HAS_BIAS, DEPTH_WARPS, GROUPS, PARTS,
+                               D % (STAGE_TILES * 16) == 0, NUM_WARPS)
         if SHORT or PARTS > 1:
             for stage in range(rest, end, PARTS):
                 parts, slot, phase = _multiply_rest(ring, scale_ring, full, empty, slot, phase, end - stage, x_even, x_odd, SLOT_UNITS, STAGES, GROUPS, PARTS,
                                                     NUM_STEPS, NUM_WARPS)
-                _store_partials(parts, exchange, partials_ptr, bias_ptr, expert, stage, end, row, pair, weight, D, HAS_BIAS, DEPTH_WARPS, GROUPS, PARTS,
-                                False, NUM_WARPS)
+                sums = sum_over_warps(parts, exchange, GROUPS * PARTS, DEPTH_WARPS, NUM_WARPS)
+                store_partials(sums, partials_ptr, bias_ptr, expert, stage, end, row, pair, weight, D, HAS_BIAS, DEPTH_WARPS, GROUPS, PARTS,
+                               False, NUM_WARPS)
     return slot, phase
 
 

@@ -100,6 +100,13 @@ def here(x):
 
 
 @gluon.jit
+def hidden(number):
+    """number, where no compiler knows it: a loop of so many rounds stays one, and does not become their code one after the other."""
+    return gl.inline_asm_elementwise("{ .reg .u32 none; mov.u32 none, %nctaid.x; shr.u32 none, none, 31; add.u32 $0, $1, none; }", "=r,r", [number],
+                                     dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def load_block(x_ptr, row_g, live_g, BLOCK: gl.constexpr, DEPTH: gl.constexpr, DEPTH_WARPS: gl.constexpr, NUM_STEPS: gl.constexpr, NUM_WARPS: gl.constexpr):
     """B fragment of MX block BLOCK of each warp's part of the input, times 2**100; zeros in dead columns and in the pad.
 
@@ -204,6 +211,19 @@ def sum_over_warps(parts, exchange, GROUPS: gl.constexpr, DEPTH_WARPS: gl.conste
 
 
 @gluon.jit
+def keep_sums(sums, exchange, part, PARTS: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """One accumulator as part number `part` of PARTS that `kept_sums` adds, behind a barrier."""
+    exchange._reinterpret(gl.float32, [PARTS, NUM_WARPS, 128], row_major(2)).index(part).store(gl.reshape(_stack((sums,), 1, NUM_WARPS), (NUM_WARPS, 128)))
+
+
+@gluon.jit
+def kept_sums(exchange, PARTS: gl.constexpr, DEPTH_WARPS: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """What `sum_over_warps` returns of the same parts; of parts that were not kept, anything."""
+    shared = exchange._reinterpret(gl.float32, [PARTS * (NUM_WARPS // DEPTH_WARPS), DEPTH_WARPS, 128], row_major(3))
+    return gl.sum(shared.load(partials(NUM_WARPS, DEPTH_WARPS)), 1) * UNSCALE
+
+
+@gluon.jit
 def result_coordinates(ROW_TILES: gl.constexpr, DEPTH_WARPS: gl.constexpr, NUM_WARPS: gl.constexpr):
     """Row (of the stages) and column of the elements that `sum_over_warps` returns: [row tiles, 128] and [1, 128]."""
     SUMS: gl.constexpr = gl.SliceLayout(1, partials(NUM_WARPS, DEPTH_WARPS))
@@ -248,14 +268,34 @@ def release(empty, slot):
 
 
 @gluon.jit
+def _ends_of(experts, WARPS: gl.constexpr):
+    return experts.load(gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0]))
+
+
+@gluon.jit
+def tiles_of_ends(experts, WARPS: gl.constexpr):
+    """How many column tiles there are, for every warp; experts: as in `expert_of`, in shared memory."""
+    return gl.max(gl.max(_ends_of(experts, WARPS), 1), 0)
+
+
+@gluon.jit
+def expert_of(experts, tile):
+    """The expert of a column tile, for a warp: from a list in memory, or, in shared memory [1, experts], from where the tiles of each expert end."""
+    if isinstance(experts, gl.shared_memory_descriptor):
+        return gl.max(gl.sum((_ends_of(experts, 1) <= tile).to(gl.int32), 1), 0)
+    else:
+        return gl.load(experts + tile)
+
+
+@gluon.jit
 def stream_weights(codes_desc, scales_desc, ring, scale_ring, full, empty, slot, phase, experts_ptr, first_expert, num_tiles, TILE_STAGES: gl.constexpr,
                    UNITS: gl.constexpr, SLOT_UNITS: gl.constexpr, SCALE_BOX: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr,
                    PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """The producer's part of one product: every stage of its partition into the next free slot."""
+    """The producer's part of one product: every stage of its partition into the next free slot. experts_ptr: as in `expert_of`."""
     BOXES: gl.constexpr = UNITS * NUM_WARPS * 8 // SCALE_BOX
     first, last = stage_range(num_tiles, TILE_STAGES, PART, PARTITIONS, PROGRAMS, 1)
     for tile in range(first // TILE_STAGES, (last + TILE_STAGES - 1) // TILE_STAGES):
-        expert_stage = (first_expert + gl.load(experts_ptr + tile)) * TILE_STAGES
+        expert_stage = (first_expert + expert_of(experts_ptr, tile)) * TILE_STAGES
         for i in range(gl.maximum(first - tile * TILE_STAGES, 0), gl.minimum(last - tile * TILE_STAGES, TILE_STAGES)):
             stage = expert_stage + i
             mbarrier.wait(empty.index(slot), phase)

@@ -13,7 +13,7 @@ neighbours, or with how many are live: masked keys have weights of exactly 0, an
 nothing. (One gap: a neighbour's value that is not finite would reach earlier columns of its sequence as 0 * inf.)
 
 Cost: the cache is read once for up to 8 columns of a sequence. In a resident step a barrier over the grid lies before this phase and one behind it;
-the first keys and values of every program are fetched before the first of them, as no layer's old positions depend on its products.
+the plan and the first keys of every program are loaded before the first of them, as no layer's old positions depend on its products.
 
 Legend: C columns, H query heads, G key/value heads, K head dimension, P pages, N rows of the plan, L positions.
 Source: Milakov and Gimelshein 2018 for the running maximum; Flash-Decoding (Dao et al. 2023) for the split of the cache.
@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from ..moe.product import num_programs, require
-from .attention_device import attend_kernel, merge_kernel
-from .plan import CHUNK, Plan, chunks_of, first_chunk, num_classes, num_spans, plan_kernel, span_of
+from .attention_device import STAMPS, attend_kernel, merge_kernel
+from .plan import CHUNK, RUN_COLUMNS, Plan, chunks_of, first_chunk, num_classes, num_spans, plan_kernel, span_of
 
 COLUMNS = (8, 16, 32, 64)
 NUM_WARPS = 8
@@ -69,6 +69,34 @@ class Heads:
         return num_pages, 2, self.num_kv_heads, CHUNK, self.head_dim
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionForm:
+    """How the device code is built. Results of different forms differ in their last bits."""
+
+    keys: int = CHUNK           # positions in flight: 128, or 64 for two programs an SM
+    queries: int = 16           # query rows of an item: 16, 32 or 64
+    last_merges: bool = True    # partial results are added by the last item of a run and head; else by all programs, behind a barrier
+
+    def __post_init__(self) -> None:
+        if self.keys not in (64, CHUNK) or self.queries not in (16, 32, 64):
+            raise ValueError(f"AttentionForm: keys are 64 or {CHUNK} and queries 16, 32 or 64; got {self.keys} and {self.queries}.")
+
+    def part_columns(self, heads: Heads) -> int:
+        """The most columns of an item."""
+        return 1 << (min(RUN_COLUMNS, self.queries // (heads.num_heads // heads.num_kv_heads)).bit_length() - 1)
+
+    def plan_constants(self, heads: Heads, *, programs: int) -> dict[str, int]:
+        """What `plan_step` must know to cut runs; programs: of the grid of `attend`."""
+        return {"AT_ONCE": programs // heads.num_kv_heads, "PART_COLUMNS": self.part_columns(heads)}
+
+    def constants(self) -> dict[str, Any]:
+        return {"KEYS": self.keys, "QUERIES": self.queries, "LAST_MERGES": self.last_merges}
+
+
+FORM = AttentionForm()
+FORM_OF_TWO = AttentionForm(keys=64)    # for two programs an SM
+
+
 def rope_table(*, head_dim: int, theta: float, max_length: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """(cos, sin) fp32 [L, K / 2]; angles in fp32, as transformers computes them and models are trained with."""
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
@@ -100,21 +128,24 @@ def queries_and_keys_ref(qkv_CW: Tensor, positions_C: Tensor, *, heads: Heads, q
 
 
 def attention_ref(qkv_CW: Tensor, step: Step, *, heads: Heads, cache: Tensor, cos_LK: Tensor, sin_LK: Tensor, qk_norm: Tensor | None = None,
-                  rounded: torch.dtype | None = torch.bfloat16, round_weights: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
+                  rounded: torch.dtype | None = torch.bfloat16, round_weights: bool = True, keys: int = CHUNK,
+                  dtype: torch.dtype = torch.float32) -> Tensor:
     """Mixed values [C, H * K] in `dtype`; the columns' keys and values are stored in `cache`. Dead columns are zeros.
 
     Shapes: qkv_CW [C, (H + 2 G) K], raw, queries first; cache [P, 2, G, 128, K]; qk_norm [H + G, K], the queries' norms, then the keys'.
     rounded: what queries, keys, values, weights and the result are rounded to; None leaves them in `dtype`. round_weights: False leaves the last two.
+    keys: positions whose weights are rounded to bf16 against one maximum, `AttentionForm.keys`.
     """
     def round_(x: Tensor, if_: bool = True) -> Tensor:
         return x.to(rounded).to(dtype) if rounded is not None and if_ else x
 
-    query, key, value = map(round_, queries_and_keys_ref(qkv_CW, step.positions_C, heads=heads, qk_norm=qk_norm, cos_LK=cos_LK, sin_LK=sin_LK, dtype=dtype))
+    raw = queries_and_keys_ref(qkv_CW, step.positions_C, heads=heads, qk_norm=qk_norm, cos_LK=cos_LK, sin_LK=sin_LK, dtype=dtype)
+    query, new_key, new_value = map(round_, raw)
     slots, positions, repeat = step.slots_C.tolist(), step.positions_C.tolist(), heads.num_heads // heads.num_kv_heads
     for c, slot in enumerate(slots):
         if slot >= 0:
             page = step.pages_SP[slot, positions[c] // CHUNK]
-            cache[page, 0, :, positions[c] % CHUNK], cache[page, 1, :, positions[c] % CHUNK] = key[c].to(cache.dtype), value[c].to(cache.dtype)
+            cache[page, 0, :, positions[c] % CHUNK], cache[page, 1, :, positions[c] % CHUNK] = new_key[c].to(cache.dtype), new_value[c].to(cache.dtype)
     out = qkv_CW.new_zeros(len(slots), heads.num_heads, heads.head_dim, dtype=dtype)
     for c, slot in enumerate(slots):
         if slot < 0:
@@ -126,17 +157,20 @@ def attention_ref(qkv_CW: Tensor, step: Step, *, heads: Heads, cache: Tensor, co
             largest = rows.new_full((heads.num_kv_heads, repeat, 1), -torch.inf)
             total, mixed = torch.zeros_like(largest), torch.zeros_like(rows)
             for chunk in range(max(first, chunks_of(span)[0]), min(end, chunks_of(span)[1])):
-                keys, values = cache[step.pages_SP[slot, chunk]].to(dtype)
-                position = chunk * CHUNK + torch.arange(CHUNK, device=rows.device)
-                hidden = position > positions[c]
-                if heads.window is not None:
-                    hidden |= positions[c] - position >= heads.window
-                scores = (rows @ keys.mT * heads.scale).masked_fill(hidden, -torch.inf)
-                new = torch.maximum(largest, scores.amax(-1, keepdim=True))
-                kept, weights = (largest - new).exp2(), round_((scores - new).exp2(), round_weights)
-                total = total * kept + weights.sum(-1, keepdim=True)
-                mixed = mixed * kept + weights @ values.masked_fill(hidden[:, None], 0.0)
-                largest = new
+                page = cache[step.pages_SP[slot, chunk]].to(dtype)
+                for block in range(0, CHUNK, keys):
+                    key, value_rows = page[:, :, block:block + keys]
+                    position = chunk * CHUNK + block + torch.arange(keys, device=rows.device)
+                    hidden = position > positions[c]
+                    if heads.window is not None:
+                        hidden |= positions[c] - position >= heads.window
+                    scores = (rows @ key.mT * heads.scale).masked_fill(hidden, -torch.inf)
+                    new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+                    finite = new.masked_fill(new == -torch.inf, 0.0)    # of a block that is hidden as a whole
+                    kept, weights = (largest - finite).exp2(), round_((scores - finite).exp2(), round_weights)
+                    total = total * kept + weights.sum(-1, keepdim=True)
+                    mixed = mixed * kept + weights @ value_rows.masked_fill(hidden[:, None], 0.0)
+                    largest = new
             parts.append((largest, total, mixed))
         peak = torch.stack([largest for largest, _, _ in parts]).amax(0)
         total, mixed = torch.zeros_like(peak), torch.zeros_like(rows)
@@ -179,21 +213,21 @@ def attention_constants(heads: Heads, *, num_columns: int) -> dict[str, Any]:
             "NORM": heads.rms_eps is not None, "WINDOW": heads.window or 0}
 
 
-def plan_columns(step: Step, *, workspace: AttentionWorkspace, max_length: int, window: int | None = None) -> None:
-    """`plan_ref` into the workspace's plan: one launch of one program, once a step for all layers with this window."""
+def plan_columns(step: Step, *, heads: Heads, workspace: AttentionWorkspace, max_length: int, form: AttentionForm = FORM) -> None:
+    """`plan_ref` into the workspace's plan: one launch of one program, once a step for all layers with these heads."""
     plan, columns = workspace.plan, len(step.slots_C)
     _check_step("plan_columns", step, like=plan.rows_N8)
     plan_kernel[(1,)](step.slots_C, step.positions_C, plan.rows_N8, plan.num_rows, plan.spans_C, C=columns, CLASSES=num_classes(max_length),
-                      WINDOW=window or 0, NUM_WARPS=NUM_WARPS, num_warps=NUM_WARPS)
+                      WINDOW=heads.window or 0, NUM_WARPS=NUM_WARPS, num_warps=NUM_WARPS,
+                      **form.plan_constants(heads, programs=num_programs(plan.rows_N8.device)))
 
 
 def attention(qkv_CW: Tensor, step: Step, *, heads: Heads, cache: Tensor, cos_LK: Tensor, sin_LK: Tensor, workspace: AttentionWorkspace, out_CW: Tensor,
-              qk_norm: Tensor | None = None, last_merges: bool = True) -> Tensor:
-    """`attention_ref` on an sm_90 GPU, into `out_CW` (bf16), behind `plan_columns`. Returns it. Nothing is read back.
+              qk_norm: Tensor | None = None, form: AttentionForm = FORM, stamps: Tensor | None = None) -> Tensor:
+    """`attention_ref` on an sm_90 GPU, into `out_CW` (bf16), behind `plan_columns` in the same form. Returns it. Nothing is read back.
 
-    Shapes: qkv_CW fp32 or bf16; cache bf16; qk_norm bf16 or fp32.
-    last_merges: partial results are added by the last item of a run and head, in the same launch; else by a second launch, whose programs share
-        them. The bits are the same; the second is for many partial results, eight columns on a long context.
+    Shapes: qkv_CW fp32 or bf16; cache bf16; qk_norm bf16 or fp32. stamps: int64 [programs, STAMPS], in ns, when each program came last to: its start, queries
+        and new keys in shared memory, weights of a block, mixed values of an item, its partial results stored, merged; None to build without.
     Errors: ValueError for what does not fit, NotImplementedError on anything but sm_90.
     """
     where, columns, device = "attention", len(step.slots_C), qkv_CW.device
@@ -215,13 +249,15 @@ def attention(qkv_CW: Tensor, step: Step, *, heads: Heads, cache: Tensor, cos_LK
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         raise NotImplementedError(f"{where}: the kernel is built for sm_90 (Hopper); got {device}. The twin (attention_ref) runs anywhere.")
     programs, constants, plan = num_programs(device), attention_constants(heads, num_columns=columns), workspace.plan
+    if stamps is not None:
+        require(where, "stamps", stamps, (programs, STAMPS), torch.int64, like=qkv_CW)
     attend_kernel[(programs,)](
         qkv_CW, cos_LK if qk_norm is None else qk_norm, cos_LK, sin_LK, cache, step.pages_SP, plan.rows_N8, plan.num_rows, workspace.mixed,
-        workspace.stats, workspace.arrivals, out_CW, step.pages_SP.shape[1], PROGRAMS=programs, LAST_MERGES=last_merges, NUM_WARPS=NUM_WARPS,
-        num_warps=NUM_WARPS, **constants)
-    if not last_merges:
+        workspace.stats, workspace.arrivals, out_CW, step.pages_SP.shape[1], plan.rows_N8 if stamps is None else stamps, PROGRAMS=programs,
+        STAMPED=stamps is not None, NUM_WARPS=NUM_WARPS, num_warps=NUM_WARPS, **form.constants(), **constants)
+    if not form.last_merges:
         merge_kernel[(programs,)](workspace.mixed, workspace.stats, plan.spans_C, out_CW, PROGRAMS=programs, C=columns, H=heads.num_heads,
-                                  HALF=heads.head_dim // 2, NUM_WARPS=NUM_WARPS, num_warps=NUM_WARPS)
+                                  G=heads.num_kv_heads, HALF=heads.head_dim // 2, NUM_WARPS=NUM_WARPS, num_warps=NUM_WARPS)
     return out_CW
 
 

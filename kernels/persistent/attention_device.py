@@ -1,31 +1,40 @@
 # Device code has no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
+# ruff: noqa: RUF005 (a tuple of tensors grows by +)
 
 """The device code of a step's attention; attention.py says what it computes.
 
-An item is a span of the cache (plan.py) of one run and one key/value head. Its query rows, R query heads of each column, are 64 rows of a
-wgmma whether one column lives or eight, so a product always has one shape. A head is kept as two halves of its dimension everywhere: rope pairs
-element d of one with element d of the other, and 8 rows of a half are contiguous in shared memory also where it is swizzled.
+An item is a span of the cache (plan.py), the columns of a part of a run, and one key/value head. Products are transposed: keys, and then the dimensions of
+a head, are the rows of a wgmma, and the query rows of all the item's columns (R heads a column) are its few columns. So a thread has KEYS * QUERIES / 256
+scores, where a tile of 64 query rows would be filled by one column to an eighth; a sum or maximum over keys is one over rows of the result.
 
-Keys and values come by cp.async, one chunk each in flight: the next chunk's keys while this one's weights are made, its values behind them.
-New keys and values are normed and rotated in registers, stored to the cache, and put into the chunk's 8-row groups in shared memory: the item
-whose chunk has a new position is the only one that needs it in this step. Positions from the first new one on are never read from the cache.
+Keys and values come by cp.async, a block of KEYS positions each in flight: the next block's keys while this one's weights are made, its values behind them. A
+head of keys and queries is kept as two halves of its dimension: rope pairs element d of one with element d of the other. Halves lie one after the other,
+so both are also one matrix. Values are kept in blocks of 64 dimensions.
 
-The partial results of a span (maximum, sum, mixed values) go to a workspace, and are added in the order of the spans: by the item of the
-run and head that comes last (`merge_arrived`), or by all programs behind a barrier over the grid (`merge_columns`). Both run the
-same code, `_merge_rows`, and give the same bits.
+New keys and queries are rows of one loop that norms and rotates them; row p % 8 of the first eight is the new key at position p, as it lies in the cache's
+groups of 8 rows. New values are loaded with them. They are put into the block in shared memory, which only the item whose span has them needs in this step, and
+stored to the cache when the products are under way. Positions from the first new one on are never read from the cache.
+
+What does not depend on this layer's products, the plan and the old keys, is loaded by `prepare`, ahead of the barrier behind them.
+
+The partial results of a span (maximum, sum, mixed values) go to a workspace, and are added in the order of the spans: by the item of the run and head
+that comes last (`merge_arrived`), or by all programs behind a barrier over the grid (`merge_columns`); see merge_device.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..moe.stream import cta_barrier, here
-from .merge_device import merge_arrived, merge_columns, row_lanes
-from .plan import CHUNK, FIELDS, RUN_COLUMNS
+from ..moe.stream import cta_barrier
+from .attention_rows import ROWS_AT_ONCE, append, load, new_keys, operand, place, stage, staged_rows
+from .merge_device import exp2, merge_arrived, merge_columns, nothing, row_lanes, spans_of_row
+from .plan import CHUNK, FIELDS
 
 _CHUNK, _FIELDS = gl.constexpr(CHUNK), gl.constexpr(FIELDS)
-_QUERIES = gl.constexpr(32)  # query rows that are loaded, normed and rotated at once
+STAMPS = 8                      # places of a program
+_STAMPS = gl.constexpr(STAMPS)
+_LOW = gl.constexpr(-1e30)       # below any score: of a row that has seen none, every weight is 2**-inf
 
 
 @gluon.constexpr_function
@@ -35,142 +44,96 @@ def copy_lanes(width, num_warps):
 
 
 @gluon.constexpr_function
-def products(width, num_warps):
-    """Results [64 n, width] of a wgmma; warpgroups share the width."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, num_warps // 4], instr_shape=[16, width * 4 // num_warps, 16])
+def products(rows, columns, num_warps):
+    """Results of a wgmma; warpgroups share the rows, or where there are only 64 the columns."""
+    if rows >= 16 * num_warps:
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, columns, 16])
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, num_warps // 4], instr_shape=[16, columns * 4 // num_warps, 16])
 
 
 @gluon.constexpr_function
-def operand(width):
-    """Shared memory of [rows, width] bf16 that a wgmma reads."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=2)
-
-
-@gluon.constexpr_function
-def num_rows(heads_per_group):
-    """Query rows of an item: whole wgmmas."""
-    return (RUN_COLUMNS * heads_per_group + 63) // 64 * 64
+def value_width(half):
+    """Dimensions of a head of values as a product takes them: at least 64, the rows of a wgmma."""
+    return max(64, 2 * half)
 
 
 @gluon.jit
-def make_buffers(HALF: gl.constexpr, ROWS: gl.constexpr):
-    """Shared memory of `attend`: for a head of 128 and 64 rows 96 KB."""
-    GROUPS: gl.constexpr = _CHUNK // 8
-    k_lo = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 8, HALF], operand(HALF))
-    k_hi = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 8, HALF], operand(HALF))
-    v_lo = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 8, HALF], operand(HALF))
-    v_hi = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 8, HALF], operand(HALF))
-    q_lo = gl.allocate_shared_memory(gl.bfloat16, [ROWS // _QUERIES, _QUERIES, HALF], operand(HALF))
-    q_hi = gl.allocate_shared_memory(gl.bfloat16, [ROWS // _QUERIES, _QUERIES, HALF], operand(HALF))
-    weights = gl.allocate_shared_memory(gl.bfloat16, [ROWS, _CHUNK], operand(_CHUNK))
-    return k_lo, k_hi, v_lo, v_hi, q_lo, q_hi, weights
+def make_buffers(HALF: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr):
+    """Shared memory of `attend`, for a head of 128: 64 KB for 128 keys, and 0.75 KB for every query row."""
+    VALUES: gl.constexpr = value_width(HALF)
+    k = gl.allocate_shared_memory(gl.bfloat16, [2 * KEYS // 8, 8, HALF], operand(HALF))
+    v = gl.allocate_shared_memory(gl.bfloat16, [VALUES // 64 * KEYS // 8, 8, 64], operand(64))
+    q = gl.allocate_shared_memory(gl.bfloat16, [2 * staged_rows(QUERIES) // ROWS_AT_ONCE, ROWS_AT_ONCE, HALF], operand(HALF))
+    weights = gl.allocate_shared_memory(gl.bfloat16, [KEYS, QUERIES], operand(QUERIES))
+    return k, v, q, weights
+
+
+# --- the plan ---
 
 
 @gluon.jit
-def _whole(groups, ROWS: gl.constexpr, HALF: gl.constexpr):
-    """The groups of rows of a buffer as one [ROWS, HALF]."""
-    return groups._reinterpret(gl.bfloat16, [ROWS, HALF], operand(HALF))
+def _item(pages_ptr, rows_ptr, num_pages, item, items, G: gl.constexpr, HALF: gl.constexpr):
+    """What there is to know of an item: (first column of the run, columns before and in the item, position of the run, slot, first and end chunk, span, spans,
+    where its keys begin in a cache [page, keys | values, G, 128, head dimension]); behind the last item zeros."""
+    there = item < items
+    row = rows_ptr + item // G * _FIELDS
+    first_column = gl.load(row, mask=there, other=0)
+    columns = gl.load(row + 1, mask=there, other=0)
+    start = gl.load(row + 2, mask=there, other=0)
+    slot = gl.load(row + 3, mask=there, other=0)
+    first = gl.load(row + 4, mask=there, other=0)
+    end = gl.load(row + 5, mask=there, other=0)
+    span = gl.load(row + 6, mask=there, other=0)
+    spans = gl.load(row + 7, mask=there, other=0)
+    page = gl.load(pages_ptr + slot * num_pages + first, mask=there, other=0)
+    return first_column, columns, start, slot, first, end, span, spans, _keys_at(page, item % G, G, HALF)
 
 
 @gluon.jit
-def _load_head(x_ptr, offset, live, SPLITS: gl.constexpr, SPLIT: gl.constexpr, HALF: gl.constexpr, LAYOUT: gl.constexpr):
-    """Both halves of heads at `offset`, fp32 [rows, HALF]: the sum of SPLITS, SPLIT numbers apart."""
-    at = x_ptr + offset[:, None] + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
-    lo = gl.load(at, mask=live[:, None], other=0.0, cache_modifier=".cg").to(gl.float32)
-    hi = gl.load(at + HALF, mask=live[:, None], other=0.0, cache_modifier=".cg").to(gl.float32)
-    for split in gl.static_range(1, SPLITS):
-        lo += gl.load(at + split * SPLIT, mask=live[:, None], other=0.0, cache_modifier=".cg").to(gl.float32)
-        hi += gl.load(at + split * SPLIT + HALF, mask=live[:, None], other=0.0, cache_modifier=".cg").to(gl.float32)
-    return lo, hi
+def _keys_at(page, group, G: gl.constexpr, HALF: gl.constexpr):
+    return (page.to(gl.int64) * (2 * G) + group) * (_CHUNK * 2 * HALF)
 
 
 @gluon.jit
-def _norm_and_rotate(lo, hi, head, position, live, norm_ptr, cos_ptr, sin_ptr, EPS: gl.constexpr, NORM: gl.constexpr, HALF: gl.constexpr,
-                     LAYOUT: gl.constexpr):
-    d = gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
+def _fetch(buffer, from_ptr, before, WIDTH: gl.constexpr, BLOCK: gl.constexpr, HALF: gl.constexpr, KEYS: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """Begin to copy the rows below `before` of a block's keys or values, a group of copies; zeros in the others, and beyond the head's dimension."""
+    LAYOUT: gl.constexpr = copy_lanes(WIDTH, NUM_WARPS)
+    j = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))[:, None]
+    d = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+    mask = j < before + nothing()
+    if WIDTH > 2 * HALF:
+        mask = mask & (d < 2 * HALF)
+    at = from_ptr + (j.to(gl.int64) * (2 * HALF) + d.to(gl.int64))      # 64 bits: so rows are constants apart, in the instructions
+    async_copy.async_copy_global_to_shared(buffer._reinterpret(gl.bfloat16, [KEYS, WIDTH], operand(BLOCK)), at, mask=mask)
+
+
+@gluon.jit
+def _to_l2(from_ptr, lines, LINES: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """Bring the first `lines` of LINES runs of 64 bf16 into the L2 cache."""
+    SIZE: gl.constexpr = max(32 * NUM_WARPS, 1 << (LINES - 1).bit_length())
+    line = nothing() + gl.arange(0, SIZE, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
+    gl.inline_asm_elementwise("{ .reg .pred p; setp.lt.s32 p, $2, $3; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r,r",
+                              [from_ptr + line * 64, line, line * 0 + lines], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def prepare(k, norm_ptr, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, num_pages, number, H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr,
+            NORM: gl.constexpr, KEYS: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """What program `number` needs of its first item and has before this layer's queries, keys and values: the plan; its keys, on the way; its values and the
+    norms, on the way to the L2 cache. Returns the item for `attend`."""
+    items = gl.load(num_rows_ptr) * G
+    item = _item(pages_ptr, rows_ptr, num_pages, number, items, G, HALF)
+    keys = cache_ptr + item[8]
+    before = item[2] - item[4] * _CHUNK
+    _fetch(k, keys, before, 2 * HALF, HALF, HALF, KEYS, NUM_WARPS)
+    async_copy.commit_group()
+    _to_l2(keys + G * _CHUNK * 2 * HALF, gl.minimum(before, KEYS) * 2 * HALF // 64, KEYS * 2 * HALF // 64, NUM_WARPS)
     if NORM:
-        scale = gl.rsqrt((gl.sum(lo * lo, 1) + gl.sum(hi * hi, 1)) * (0.5 / HALF) + EPS)[:, None]
-        weight = norm_ptr + head[:, None] * (2 * HALF) + d
-        lo = lo * scale * gl.load(weight, mask=live[:, None], other=0.0).to(gl.float32)
-        hi = hi * scale * gl.load(weight + HALF, mask=live[:, None], other=0.0).to(gl.float32)
-    angle = position[:, None] * HALF + d
-    cos = gl.load(cos_ptr + angle, mask=live[:, None], other=0.0)
-    sin = gl.load(sin_ptr + angle, mask=live[:, None], other=0.0)
-    return lo * cos - hi * sin, hi * cos + lo * sin
+        _to_l2(norm_ptr, gl.where(number < items, (H + G) * 2 * HALF // 64, 0), (H + G) * 2 * HALF // 64, NUM_WARPS)
+    return (items,) + item
 
 
-@gluon.jit
-def _store_queries(q_lo, q_hi, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, first_column, num_columns, start, group, H: gl.constexpr, G: gl.constexpr,
-                   HALF: gl.constexpr, EPS: gl.constexpr, NORM: gl.constexpr, NUM_WARPS: gl.constexpr, SPLITS: gl.constexpr, SPLIT: gl.constexpr):
-    """Row t * R + r is query head r of the group in column t of the run. Rows that no column has stay what they were: nothing of theirs is stored."""
-    LAYOUT: gl.constexpr = row_lanes(HALF, NUM_WARPS)
-    R: gl.constexpr = H // G
-    for i in range(0, (num_columns * R + _QUERIES - 1) // _QUERIES):
-        row = i * _QUERIES + here(gl.arange(0, _QUERIES, gl.SliceLayout(1, LAYOUT)))
-        column = row // R
-        head = group * R + row % R
-        live = column < num_columns
-        lo, hi = _load_head(qkv_ptr, (first_column + column) * ((H + 2 * G) * 2 * HALF) + head * (2 * HALF), live, SPLITS, SPLIT, HALF,
-                            LAYOUT)
-        lo, hi = _norm_and_rotate(lo, hi, head, start + column, live, norm_ptr, cos_ptr, sin_ptr, EPS, NORM, HALF, LAYOUT)
-        q_lo.index(i).store(lo.to(gl.bfloat16))
-        q_hi.index(i).store(hi.to(gl.bfloat16))
-
-
-@gluon.jit
-def _place(groups, i, value, live, LAYOUT: gl.constexpr):
-    """Put the live rows of a [8, HALF] into an 8-row group."""
-    group = groups.index(i)
-    group.store(gl.where(live[:, None], value, group.load(LAYOUT)))
-
-
-@gluon.jit
-def _append(k_lo, k_hi, v_lo, v_hi, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, keys, chunk, first_column, num_columns, start, group,
-            H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr, EPS: gl.constexpr, NORM: gl.constexpr, NUM_WARPS: gl.constexpr, SPLITS: gl.constexpr,
-            SPLIT: gl.constexpr):
-    """The new positions of a chunk, into the cache and into shared memory, where the chunk has arrived. keys: offset of the chunk's keys in the cache."""
-    LAYOUT: gl.constexpr = row_lanes(HALF, NUM_WARPS)
-    j = here(gl.arange(0, 8, gl.SliceLayout(1, LAYOUT)))
-    d = gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
-    first = gl.maximum(start - chunk * _CHUNK, 0)
-    end = gl.minimum(start + num_columns - chunk * _CHUNK, _CHUNK)
-    for i in range(first // 8, (end + 7) // 8):
-        place = i * 8 + j
-        live = (place >= first) & (place < end)
-        position = chunk * _CHUNK + place
-        row = (first_column + position - start) * ((H + 2 * G) * 2 * HALF)
-        head = H + group + j * 0
-        lo, hi = _load_head(qkv_ptr, row + (H + group) * (2 * HALF), live, SPLITS, SPLIT, HALF, LAYOUT)
-        lo, hi = _norm_and_rotate(lo, hi, head, position, live, norm_ptr, cos_ptr, sin_ptr, EPS, NORM, HALF, LAYOUT)
-        lo, hi = lo.to(gl.bfloat16), hi.to(gl.bfloat16)
-        at = cache_ptr + keys + place[:, None] * (2 * HALF) + d
-        gl.store(at, lo, mask=live[:, None])
-        gl.store(at + HALF, hi, mask=live[:, None])
-        _place(k_lo, i, lo, live, LAYOUT)
-        _place(k_hi, i, hi, live, LAYOUT)
-        lo, hi = _load_head(qkv_ptr, row + (H + G + group) * (2 * HALF), live, SPLITS, SPLIT, HALF, LAYOUT)
-        lo, hi = lo.to(gl.bfloat16), hi.to(gl.bfloat16)
-        at += G * _CHUNK * (2 * HALF)
-        gl.store(at, lo, mask=live[:, None])
-        gl.store(at + HALF, hi, mask=live[:, None])
-        _place(v_lo, i, lo, live, LAYOUT)
-        _place(v_hi, i, hi, live, LAYOUT)
-
-
-@gluon.jit
-def _keys_of(pages_ptr, slot, chunk, group, num_pages, G: gl.constexpr, HALF: gl.constexpr):
-    """Where the keys of a chunk and head begin in a cache [page, keys | values, G, 128, head dimension]."""
-    return (gl.load(pages_ptr + slot * num_pages + chunk).to(gl.int64) * (2 * G) + group) * (_CHUNK * 2 * HALF)
-
-
-@gluon.jit
-def _fetch(lo, hi, from_ptr, before, HALF: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Copy the rows below `before` of a chunk's keys or values; zeros in the others."""
-    LAYOUT: gl.constexpr = copy_lanes(HALF, NUM_WARPS)
-    j = here(gl.arange(0, _CHUNK, gl.SliceLayout(1, LAYOUT)))[:, None]
-    at = from_ptr + j * (2 * HALF) + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
-    async_copy.async_copy_global_to_shared(_whole(lo, _CHUNK, HALF), at, mask=j < before)
-    async_copy.async_copy_global_to_shared(_whole(hi, _CHUNK, HALF), at + HALF, mask=j < before)
+# --- an item ---
 
 
 @gluon.jit
@@ -181,174 +144,182 @@ def _arrived():
 
 
 @gluon.jit
-def _first_keys(cache_ptr, pages_ptr, row_ptr, num_pages, group, G: gl.constexpr, HALF: gl.constexpr):
-    """Where the keys of an item's first chunk begin, and how many of its positions were there before this step."""
-    first = gl.load(row_ptr + 4)
-    return cache_ptr + _keys_of(pages_ptr, gl.load(row_ptr + 3), first, group, num_pages, G, HALF), gl.load(row_ptr + 2) - first * _CHUNK
+def _stamp(stamps_ptr, place, number, STAMPED: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """When a program has come here the last time, in ns."""
+    if STAMPED:
+        i = nothing() + gl.arange(0, 32, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
+        now = gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [i], dtype=gl.int64, is_pure=False, pack=1)
+        gl.store(stamps_ptr + number * _STAMPS + place + i, now, mask=i == 0)
 
 
 @gluon.jit
-def fetch_keys(buffers, cache_ptr, pages_ptr, row_ptr, num_pages, group, G: gl.constexpr, HALF: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Begin to copy the keys of an item's first chunk: a group of copies."""
-    keys, before = _first_keys(cache_ptr, pages_ptr, row_ptr, num_pages, group, G, HALF)
-    _fetch(buffers[0], buffers[1], keys, before, HALF, NUM_WARPS)
-    async_copy.commit_group()
+def _four(row, there, a, b, c, d):
+    """Four fields of a row, or if it is not there what they are now."""
+    return (gl.load(row, mask=there, other=a), gl.load(row + 1, mask=there, other=b), gl.load(row + 2, mask=there, other=c),
+            gl.load(row + 3, mask=there, other=d))
 
 
 @gluon.jit
-def fetch_values(buffers, cache_ptr, pages_ptr, row_ptr, num_pages, group, G: gl.constexpr, HALF: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Begin to copy its values, behind `fetch_keys`: another group."""
-    keys, before = _first_keys(cache_ptr, pages_ptr, row_ptr, num_pages, group, G, HALF)
-    _fetch(buffers[2], buffers[3], keys + G * _CHUNK * 2 * HALF, before, HALF, NUM_WARPS)
-    async_copy.commit_group()
+def _bf16(x):
+    """Two at a time."""
+    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
-def fetch_item(buffers, cache_ptr, pages_ptr, row_ptr, num_pages, group, G: gl.constexpr, HALF: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Begin to copy the keys and the values of an item's first chunk: two groups of copies."""
-    fetch_keys(buffers, cache_ptr, pages_ptr, row_ptr, num_pages, group, G, HALF, NUM_WARPS)
-    fetch_values(buffers, cache_ptr, pages_ptr, row_ptr, num_pages, group, G, HALF, NUM_WARPS)
+def _store_partial(mixed_ptr, stats_ptr, largest, sums, mixed, first, count, HALF: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr,
+                   NUM_WARPS: gl.constexpr):
+    """`count` rows of a span's partial results, from row `first` of all."""
+    VALUES: gl.constexpr = value_width(HALF)
+    SCORES: gl.constexpr = products(KEYS, QUERIES, NUM_WARPS)
+    MIXED: gl.constexpr = products(VALUES, QUERIES, NUM_WARPS)
+    row = nothing() + gl.arange(0, QUERIES, gl.SliceLayout(0, SCORES))
+    gl.store(stats_ptr + first * 2 + row * 2, largest, mask=row < count)
+    gl.store(stats_ptr + first * 2 + row * 2 + 1, gl.sum(sums, 0), mask=row < count)
+    row = gl.arange(0, QUERIES, gl.SliceLayout(0, MIXED))[None, :]
+    d = gl.arange(0, VALUES, gl.SliceLayout(1, MIXED))[:, None]
+    mask = (row < count + nothing()) & (d >= 0)
+    if VALUES > 2 * HALF:
+        mask = mask & (d < 2 * HALF)
+    gl.store(mixed_ptr + first * (2 * HALF) + (row.to(gl.int64) * (2 * HALF) + d.to(gl.int64)), mixed, mask=mask)
 
 
 @gluon.jit
-def attend_item(buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, pages_ptr, row_ptr, mixed_ptr, stats_ptr, num_pages, group, C: gl.constexpr,
-                H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr, SCALE: gl.constexpr, EPS: gl.constexpr, NORM: gl.constexpr, WINDOW: gl.constexpr,
-                NUM_WARPS: gl.constexpr, SPLITS: gl.constexpr):
-    """The partial results of one span for the columns of a run, one key/value head, behind `fetch_item`. SCALE: of scores, with log2(e) in it.
+def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, pages_ptr, rows_ptr, mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, num_pages,
+           number, stamps_ptr, PROGRAMS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr, SCALE: gl.constexpr,
+           EPS: gl.constexpr, NORM: gl.constexpr, WINDOW: gl.constexpr, LAST_MERGES: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr,
+           SPLITS: gl.constexpr, STAMPED: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """The items of program `number` of PROGRAMS: one from the front of the plan, then one from the back of every further round. first_item: of `prepare`.
 
-    When it returns, all warps are done with shared memory.
+    SCALE: of scores, with log2(e) in it. Leaves shared memory behind a barrier over the program only.
     """
     R: gl.constexpr = H // G
-    ROWS: gl.constexpr = num_rows(R)
-    SCORES: gl.constexpr = products(_CHUNK, NUM_WARPS)
-    MIXED: gl.constexpr = products(HALF, NUM_WARPS)
-    k_lo, k_hi, v_lo, v_hi, q_lo, q_hi, weights = buffers
+    VALUES: gl.constexpr = value_width(HALF)
+    SCORES: gl.constexpr = products(KEYS, QUERIES, NUM_WARPS)
+    MIXED: gl.constexpr = products(VALUES, QUERIES, NUM_WARPS)
+    ROW: gl.constexpr = row_lanes(HALF, NUM_WARPS)
+    VALUE_ROW: gl.constexpr = row_lanes(64, NUM_WARPS)
+    STAGED: gl.constexpr = staged_rows(QUERIES)
+    TO_VALUES: gl.constexpr = G * _CHUNK * 2 * HALF   # from the keys of a chunk to its values
     SPLIT: gl.constexpr = C * (H + 2 * G) * 2 * HALF
-    VALUES: gl.constexpr = G * _CHUNK * 2 * HALF   # from the keys of a chunk to its values
-    first_column = gl.load(row_ptr)
-    num_columns = gl.load(row_ptr + 1)
-    start = gl.load(row_ptr + 2)
-    slot = gl.load(row_ptr + 3)
-    first = gl.load(row_ptr + 4)
-    end = gl.load(row_ptr + 5)
-    keys = _keys_of(pages_ptr, slot, first, group, num_pages, G, HALF)
-    _store_queries(q_lo, q_hi, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, first_column, num_columns, start, group, H, G, HALF, EPS, NORM, NUM_WARPS,
-                   SPLITS, SPLIT)
+    k, v, q, weights = buffers
+    eights = q._reinterpret(gl.bfloat16, [2 * STAGED // 8, 8, HALF], operand(HALF))     # the first of a half are the new keys
+    q_lo = eights.index(1)._reinterpret(gl.bfloat16, [QUERIES, HALF], operand(HALF))
+    q_hi = eights.index(STAGED // 8 + 1)._reinterpret(gl.bfloat16, [QUERIES, HALF], operand(HALF))
+    k_lo = k._reinterpret(gl.bfloat16, [2, KEYS, HALF], operand(HALF)).index(0)
+    k_hi = k._reinterpret(gl.bfloat16, [2, KEYS, HALF], operand(HALF)).index(1)
+    v_all = v._reinterpret(gl.bfloat16, [KEYS, VALUES], operand(64))
 
-    column = here(gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))) // R
-    position = start + column
-    j = here(gl.arange(0, _CHUNK, gl.SliceLayout(0, SCORES)))
-    largest = gl.full((ROWS,), -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, SCORES))
-    mixed_lo = gl.zeros((ROWS, HALF), gl.float32, MIXED)
-    mixed_hi = gl.zeros((ROWS, HALF), gl.float32, MIXED)
-    for chunk in range(first, end):
+    items, first_column, columns, start, slot, first, end, span, spans, keys = first_item
+    item = number + 0
+    block = first * (_CHUNK // KEYS)
+    largest = gl.full((QUERIES,), _LOW, gl.float32, gl.SliceLayout(0, SCORES))
+    sums = gl.zeros((KEYS, QUERIES), gl.float32, SCORES)
+    mixed = gl.zeros((VALUES, QUERIES), gl.float32, MIXED)
+    while item < items:     # a block of an item
+        group = item % G
+        before = columns >> 8               # columns of the run ahead of the item's; their keys are new too
+        total = before + (columns & 255)
+        base = block * KEYS
+        opens = block == first * (_CHUNK // KEYS)
+        more = block < gl.minimum(end * (_CHUNK // KEYS) - 1, (start + total - 1) // KEYS)
+        new, own, behind = start - base, start + before - base, start + total - base      # first new row of the block, first of the item's own, end
+        has_new = new < KEYS
+        into = cache_ptr + (keys + base % _CHUNK * (2 * HALF))
+        _fetch(v, into + TO_VALUES, new, VALUES, 64, HALF, KEYS, NUM_WARPS)
+        async_copy.commit_group()
+
+        # What the block behind this one needs, of the item or of the next.
+        next_item = gl.where(more, item, gl.where(item < PROGRAMS, 2 * PROGRAMS - 1 - number, item + PROGRAMS))
+        there = (next_item < items) & (next_item != item)
+        row = rows_ptr + next_item // G * _FIELDS
+        next_column, next_columns, next_start, next_slot = _four(row, there, first_column, columns, start, slot)
+        next_first, next_end, next_span, next_spans = _four(row + 4, there, first, end, span, spans)
+        next_block = gl.where(more, block + 1, next_first * (_CHUNK // KEYS))
+        page = gl.load(pages_ptr + next_slot * num_pages + next_block // (_CHUNK // KEYS), mask=more | there, other=0)
+
+        # New values, and new keys and queries: row j of eight is the new position of which it is the remainder.
+        value_at = new + ((nothing() + gl.arange(0, 8, gl.SliceLayout(1, VALUE_ROW)) - start) & 7)
+        e = gl.arange(0, 64, gl.SliceLayout(0, VALUE_ROW))[None, :]
+        at = qkv_ptr + (((first_column + value_at - new) * (H + 2 * G) + (H + G) + group) * (2 * HALF))[:, None] + e
+        new_values = ()
+        for i in gl.static_range(VALUES // 64):
+            mask = (value_at < gl.minimum(behind, KEYS))[:, None] & (i * 64 + e < 2 * HALF)
+            new_values = new_values + (load(at + i * 64, mask, SPLITS, SPLIT).to(gl.bfloat16),)
+        if opens:
+            stage(q, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, first_column, before, total, start, group, H, G, HALF, EPS, NORM, SPLITS, SPLIT, QUERIES, NUM_WARPS)
+        _stamp(stamps_ptr, 1, number, STAMPED, NUM_WARPS)
+
+        new_at = new + ((nothing() + gl.arange(0, 8, gl.SliceLayout(1, ROW)) - start) & 7)
         async_copy.wait_group(1)
-        if (chunk + 1) * _CHUNK > start:
-            async_copy.wait_group(0)
+        if has_new:
             cta_barrier()
-            _append(k_lo, k_hi, v_lo, v_hi, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, keys, chunk, first_column, num_columns, start, group, H, G, HALF,
-                    EPS, NORM, NUM_WARPS, SPLITS, SPLIT)
+            place(k, new_keys(q, HALF, QUERIES, NUM_WARPS), new_at, new, behind, 2, KEYS, ROW)
         _arrived()
-        scores = gl.zeros((ROWS, _CHUNK), gl.float32, SCORES)
-        scores = warpgroup_mma(_whole(q_lo, ROWS, HALF), _whole(k_lo, _CHUNK, HALF).permute((1, 0)), scores)
-        scores = warpgroup_mma(_whole(q_hi, ROWS, HALF), _whole(k_hi, _CHUNK, HALF).permute((1, 0)), scores)
+        scores = warpgroup_mma(k_lo, q_lo.permute((1, 0)), gl.zeros((KEYS, QUERIES), gl.float32, SCORES), use_acc=False, is_async=True)
+        scores = warpgroup_mma(k_hi, q_hi.permute((1, 0)), scores, is_async=True)
+        if has_new:
+            append(into, new_keys(q, HALF, QUERIES, NUM_WARPS), new_at, own, behind, 2, HALF, HALF, KEYS, ROW)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        next_keys = _keys_at(page, next_item % G, G, HALF)
         cta_barrier()   # all warps have read the keys
-        keys = _keys_of(pages_ptr, slot, gl.minimum(chunk + 1, end - 1), group, num_pages, G, HALF)
-        before = start - (chunk + 1) * _CHUNK
-        if chunk + 1 < end:
-            _fetch(k_lo, k_hi, cache_ptr + keys, before, HALF, NUM_WARPS)
+        _fetch(k, cache_ptr + (next_keys + next_block * KEYS % _CHUNK * (2 * HALF)), gl.where(more | there, next_start - next_block * KEYS, 0), 2 * HALF, HALF,
+               HALF, KEYS, NUM_WARPS)
         async_copy.commit_group()
 
-        key = chunk * _CHUNK + j
-        visible = (key[None, :] <= position[:, None]) & (column < num_columns)[:, None]
+        query = nothing() + gl.arange(0, QUERIES, gl.SliceLayout(0, SCORES))
+        limit = gl.where(query < (total - before) * R, own + query // R, -1)      # the last key that a row sees
+        key = nothing() + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
+        visible = key[:, None] <= limit[None, :]
         if WINDOW > 0:
-            visible = visible & (position[:, None] - key[None, :] < WINDOW)
-        scores = gl.where(visible, scores * SCALE, -float("inf"))
-        new = gl.maximum(largest, gl.max(scores, 1))
-        finite = gl.where(new == -float("inf"), 0.0, new)   # of a chunk that a row does not see, every weight is exp2(-inf)
-        kept = gl.exp2(largest - finite)
-        weight = gl.exp2(scores - finite[:, None]).to(gl.bfloat16)
-        total = gl.fma(total, kept, gl.sum(weight.to(gl.float32), 1))
-        largest = new
+            visible = visible & (key[:, None] > limit[None, :] - WINDOW)
+        scores = gl.where(visible, scores, -float("inf"))
+        peak = gl.maximum(gl.where(opens, _LOW, largest), gl.max(scores, 0) * SCALE)
+        kept = exp2(largest - peak)
+        largest = peak
+        weight = _bf16(exp2(gl.fma(scores, SCALE, 0.0 - peak[None, :])))
         weights.store(weight)
-        kept = gl.convert_layout(kept, gl.SliceLayout(1, MIXED))[:, None]
-        mixed_lo = mixed_lo * kept
-        mixed_hi = mixed_hi * kept
+        sums = gl.where(opens, 0.0, sums * kept[None, :]) + weight.to(gl.float32)
+        mixed = mixed * gl.convert_layout(kept, gl.SliceLayout(0, MIXED))[None, :]
+        _stamp(stamps_ptr, 2, number, STAMPED, NUM_WARPS)
         async_copy.wait_group(1)
+        if has_new:
+            cta_barrier()
+            place(v, new_values, value_at, new, behind, VALUES // 64, KEYS, VALUE_ROW)
         _arrived()
-        mixed_lo = warpgroup_mma(weights, _whole(v_lo, _CHUNK, HALF), mixed_lo)
-        mixed_hi = warpgroup_mma(weights, _whole(v_hi, _CHUNK, HALF), mixed_hi)
+        mixed = warpgroup_mma(v_all.permute((1, 0)), weights, mixed, use_acc=block != first * (_CHUNK // KEYS), is_async=True)
+        if has_new:
+            append(into + TO_VALUES, new_values, value_at, own, behind, VALUES // 64, 64, HALF, KEYS, VALUE_ROW)
+        mixed = warpgroup_mma_wait(0, deps=[mixed])
         cta_barrier()   # all warps have read the values
-        if chunk + 1 < end:
-            _fetch(v_lo, v_hi, cache_ptr + keys + VALUES, before, HALF, NUM_WARPS)
-        async_copy.commit_group()
-    async_copy.wait_group(0)
+        _stamp(stamps_ptr, 3, number, STAMPED, NUM_WARPS)
 
-    partial = gl.load(row_ptr + 6) * C + first_column
-    row = here(gl.arange(0, ROWS, gl.SliceLayout(1, SCORES)))
-    at = ((partial + row // R) * H + group * R + row % R) * 2
-    gl.store(stats_ptr + at, largest, mask=row // R < num_columns)
-    gl.store(stats_ptr + at + 1, total, mask=row // R < num_columns)
-    row = here(gl.arange(0, ROWS, gl.SliceLayout(1, MIXED)))
-    d = gl.arange(0, HALF, gl.SliceLayout(0, MIXED))[None, :]
-    at_row = mixed_ptr + (((partial + row // R) * H + group * R + row % R) * (2 * HALF))[:, None] + d
-    gl.store(at_row, mixed_lo, mask=(row // R < num_columns)[:, None])
-    gl.store(at_row + HALF, mixed_hi, mask=(row // R < num_columns)[:, None])
-
-
-@gluon.jit
-def fetch_first_keys(buffers, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, num_pages, number, G: gl.constexpr, HALF: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """`fetch_keys` of program `number`'s first item. It needs the plan, and what the steps before stored: not this layer's queries, keys and values."""
-    if number < gl.load(num_rows_ptr) * G:
-        fetch_keys(buffers, cache_ptr, pages_ptr, rows_ptr + number // G * _FIELDS, num_pages, number % G, G, HALF, NUM_WARPS)
-
-
-@gluon.jit
-def fetch_first_values(buffers, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, num_pages, number, G: gl.constexpr, HALF: gl.constexpr,
-                       NUM_WARPS: gl.constexpr):
-    """`fetch_values` of the same, behind `fetch_first_keys`."""
-    if number < gl.load(num_rows_ptr) * G:
-        fetch_values(buffers, cache_ptr, pages_ptr, rows_ptr + number // G * _FIELDS, num_pages, number % G, G, HALF, NUM_WARPS)
-
-
-@gluon.jit
-def fetch_first(buffers, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, num_pages, number, G: gl.constexpr, HALF: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Keys and values of program `number`'s first item."""
-    fetch_first_keys(buffers, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, num_pages, number, G, HALF, NUM_WARPS)
-    fetch_first_values(buffers, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, num_pages, number, G, HALF, NUM_WARPS)
-
-
-@gluon.jit
-def attend(buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, mixed_ptr, stats_ptr, arrivals_ptr, out_ptr,
-           num_pages, number, PROGRAMS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr, SCALE: gl.constexpr,
-           EPS: gl.constexpr, NORM: gl.constexpr, WINDOW: gl.constexpr, LAST_MERGES: gl.constexpr, NUM_WARPS: gl.constexpr, SPLITS: gl.constexpr = 1):
-    """The items of program `number` of PROGRAMS, behind `fetch_first`: one from the front of the plan, then one from the back of every further round."""
-    items = gl.load(num_rows_ptr) * G
-    for base in range(0, items, PROGRAMS):
-        item = base + gl.where(base == 0, number, PROGRAMS - 1 - number)
-        if item < items:
-            row_ptr = rows_ptr + item // G * _FIELDS
-            attend_item(buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, pages_ptr, row_ptr, mixed_ptr, stats_ptr, num_pages, item % G, C, H, G,
-                        HALF, SCALE, EPS, NORM, WINDOW, NUM_WARPS, SPLITS)
-            next_item = base + 2 * PROGRAMS - 1 - number
-            if next_item < items:
-                fetch_item(buffers, cache_ptr, pages_ptr, rows_ptr + next_item // G * _FIELDS, num_pages, next_item % G, G, HALF, NUM_WARPS)
+        if next_item != item:
+            _store_partial(mixed_ptr, stats_ptr, largest, sums, mixed, (span * C * G + group * C + first_column + before) * R, (total - before) * R, HALF, KEYS,
+                           QUERIES, NUM_WARPS)
+            _stamp(stamps_ptr, 4, number, STAMPED, NUM_WARPS)
             if LAST_MERGES:
-                merge_arrived(mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, row_ptr, item % G, C, H, G, HALF, NUM_WARPS)
+                merge_arrived(mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, first_column + before, total - before, spans, group, C, H, G, HALF, NUM_WARPS)
+                _stamp(stamps_ptr, 5, number, STAMPED, NUM_WARPS)
+        first_column, columns, start, slot, first, end, span, spans, keys, block, item = (
+            next_column, next_columns, next_start, next_slot, next_first, next_end, next_span, next_spans, next_keys, next_block, next_item)
+    async_copy.wait_group(0)
 
 
 @gluon.jit(do_not_specialize=["num_pages"])
 def attend_kernel(qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, num_pages,
-                  PROGRAMS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr, SCALE: gl.constexpr, EPS: gl.constexpr,
-                  NORM: gl.constexpr, WINDOW: gl.constexpr, LAST_MERGES: gl.constexpr, NUM_WARPS: gl.constexpr):
-    buffers = make_buffers(HALF, num_rows(H // G))
-    fetch_first(buffers, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, num_pages, gl.program_id(0), G, HALF, NUM_WARPS)
-    attend(buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, num_pages,
-           gl.program_id(0), PROGRAMS, C, H, G, HALF, SCALE, EPS, NORM, WINDOW, LAST_MERGES, NUM_WARPS)
+                  stamps_ptr, PROGRAMS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr, SCALE: gl.constexpr,
+                  EPS: gl.constexpr, NORM: gl.constexpr, WINDOW: gl.constexpr, LAST_MERGES: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr,
+                  STAMPED: gl.constexpr, NUM_WARPS: gl.constexpr):
+    number = gl.program_id(0)
+    _stamp(stamps_ptr, 0, number, STAMPED, NUM_WARPS)
+    buffers = make_buffers(HALF, KEYS, QUERIES)
+    item = prepare(buffers[0], norm_ptr, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, num_pages, number, H, G, HALF, NORM, KEYS, NUM_WARPS)
+    attend(item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, pages_ptr, rows_ptr, mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, num_pages, number,
+           stamps_ptr, PROGRAMS, C, H, G, HALF, SCALE, EPS, NORM, WINDOW, LAST_MERGES, KEYS, QUERIES, 1, STAMPED, NUM_WARPS)
 
 
 @gluon.jit
-def merge_kernel(mixed_ptr, stats_ptr, spans_ptr, out_ptr, PROGRAMS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, HALF: gl.constexpr,
+def merge_kernel(mixed_ptr, stats_ptr, spans_ptr, out_ptr, PROGRAMS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr,
                  NUM_WARPS: gl.constexpr):
-    merge_columns(mixed_ptr, stats_ptr, spans_ptr, out_ptr, gl.program_id(0), PROGRAMS, C, H, HALF, NUM_WARPS)
+    number = gl.program_id(0)
+    merge_columns(mixed_ptr, stats_ptr, spans_ptr, out_ptr, number, spans_of_row(spans_ptr, number, C, H, G), PROGRAMS, C, H, G, HALF, NUM_WARPS)

@@ -14,15 +14,17 @@ from ..moe.stream import cta_barrier, program
 
 SECONDS_OF_POLLS = 1 << 20          # in a second and less: a poll is one trip to L2
 _LOOK_EVERY = 1024                  # polls between two looks at the fault word
-# Operands: gave up; the counter, what it was, the thread, the fault word, the most polls. One thread polls; the barrier behind passes the acquire on.
+# Operands: gave up; the counter, what to add, the thread, the fault word, the most polls. One thread adds, which releases what the threads before the
+# barrier in front of it have written, and polls; the barrier behind passes the acquire on.
 _WAIT_PTX = gl.constexpr(f"""{{
-.reg .pred p; .reg .b32 now, polls;
+.reg .pred p; .reg .b32 before, now, polls;
 mov.u32 $0, 0; mov.u32 polls, 0;
 setp.ne.u32 p, $3, 0;
 @p bra DONE;
+atom.release.gpu.global.add.u32 before, [$1], $2;
 POLL:
 ld.acquire.gpu.global.u32 now, [$1];
-xor.b32 now, now, $2;
+xor.b32 now, now, before;
 setp.lt.s32 p, now, 0;
 @p bra DONE;
 add.u32 polls, polls, 1;
@@ -46,11 +48,11 @@ def step_barrier(barrier_ptr, fault_ptr, polls, PART: gl.constexpr, PARTITIONS: 
     """Everything written before it by the consumers of any program can be read after it. All programs must be resident."""
     cta_barrier()
     number = program(NUM_WARPS) * PARTITIONS + PART
-    before = gl.atomic_add(barrier_ptr, gl.where(number == 0, -2147483648 - (PROGRAMS * PARTITIONS - 1), 1), sem="release", scope="gpu")
+    added = gl.where(number == 0, 0x7FFFFFFF - (PROGRAMS * PARTITIONS - 2), 1)     # with the 1s of all others 2**31
     thread = gl.arange(0, NUM_WARPS * 32, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
     zeros = thread * 0
     ptx: gl.constexpr = _WAIT_PTX
-    gave_up = gl.inline_asm_elementwise(ptx, "=&r,l,r,r,l,r", [zeros.to(gl.int64) + barrier_ptr.to(gl.int64, bitcast=True), zeros + before, thread,
+    gave_up = gl.inline_asm_elementwise(ptx, "=&r,l,r,r,l,r", [zeros.to(gl.int64) + barrier_ptr.to(gl.int64, bitcast=True), zeros + added, thread,
                                                                zeros.to(gl.int64) + fault_ptr.to(gl.int64, bitcast=True), zeros + polls],
                                         dtype=gl.int32, is_pure=False, pack=1)
     gl.store(fault_ptr + zeros, gave_up, mask=gave_up != 0)

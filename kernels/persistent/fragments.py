@@ -46,6 +46,7 @@ class DenseLayout:
     num_blocks: int        # blocks of one warp
     pairs: int = 1         # 2: the two consumers of an SM share a row tile
     splits: int = 1        # parts of the input whose sums are stored apart
+    rolled: bool = False   # for rolled_dense.py, which keeps activations in shared memory
 
     def __post_init__(self) -> None:
         where = "DenseLayout"
@@ -55,7 +56,9 @@ class DenseLayout:
             raise ValueError(f"{where}: depth_warps must be 1, 2, 4 or 8; got {self.depth_warps}.")
         if self.pairs not in (1, 2) or self.splits < 1:
             raise ValueError(f"{where}: pairs must be 1 or 2 and splits at least 1; got {self.pairs} and {self.splits}.")
-        if not 1 <= self.num_blocks <= MAX_BLOCKS:
+        if self.rolled and (self.depth_warps != NUM_WARPS or self.pairs != 1):
+            raise ValueError(f"{where}: rolled products have all warps along the input and no pairs; got {self.depth_warps} and {self.pairs}.")
+        if self.num_blocks < 1 or (self.num_blocks > MAX_BLOCKS and not self.rolled):
             raise NotImplementedError(f"{where}: a warp holds 1 to {MAX_BLOCKS} blocks of activations in registers; got {self.num_blocks}. "
                                       "Split the input over more warps, or in pairs.")
         if self.padded_depth < self.depth:
@@ -132,6 +135,17 @@ def choose_dense_layout(rows: int, depth: int, *, max_splits: int = 1, min_split
         return sm, 3 * consumer > 2 * sm, layout.num_bytes, layout.pairs, layout.splits, -layout.depth_warps
 
     return min(candidates, key=cost)
+
+
+def choose_rolled_layout(rows: int, depth: int, *, max_splits: int = 1, programs: int = H200_SMS) -> DenseLayout:
+    """The same for rolled_dense.py and two consumers an SM: the busiest consumer reads least, then the fewest splits.
+
+    A split has two blocks a warp or more, and takes no more pad than the whole.
+    """
+    whole = -(-depth // (BLOCK_DEPTH * NUM_WARPS))
+    candidates = [DenseLayout(rows=rows, depth=depth, depth_warps=NUM_WARPS, num_blocks=num_blocks, splits=splits, rolled=True)
+                  for splits in range(1, max_splits + 1) if whole % splits == 0 and ((num_blocks := whole // splits) >= 2 or splits == 1)]
+    return min(candidates, key=lambda layout: (-(-layout.num_items // (2 * programs)) * layout.item_bytes, layout.num_bytes, layout.splits))
 
 
 @dataclass(frozen=True, kw_only=True)

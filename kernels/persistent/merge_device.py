@@ -1,14 +1,18 @@
 # Device code has no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
-# ruff: noqa: RUF005 (a tuple of tensors grows by +)
-"""How the partial results of a span are added up: by the item of a run and head that comes last, or by all programs; see attention_device.py."""
+"""How the partial results of a span are added up: by the item of a run and head that comes last, or by all programs; see attention_device.py.
+
+A span's partial results are rows in the order of key/value head, column, query head. Both run `_merge_rows`: ROWS rows at once, in each AT_ONCE spans whose
+partial results are all loaded before the first is used. The item that comes last has the rows of one column or a few, one a warp; a program of all has one
+row and gives its warps a part of the spans each. The largest maximum so far is carried from one round of spans to the next, so nothing is read twice.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..moe.stream import cta_barrier, here
+from ..moe.stream import cta_barrier
 
-_AT_ONCE = gl.constexpr(4)   # spans whose partial results are loaded before the first is added
+_OF_A_WARP = gl.constexpr(4)   # spans of a row that a warp loads at once
 
 
 @gluon.constexpr_function
@@ -18,59 +22,90 @@ def row_lanes(width, num_warps):
     return gl.BlockedLayout([1, vector], [32 * vector // width, width // vector], [num_warps, 1], [1, 0])
 
 
-@gluon.jit
-def _merge_rows(mixed_ptr, stats_ptr, out_ptr, row, live, spans, most_spans, C: gl.constexpr, H: gl.constexpr, HALF: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Add the spans of rows, a row being column * H + head: row, live and spans [NUM_WARPS] (or more) in the layout of rows."""
-    LAYOUT: gl.constexpr = row_lanes(2 * HALF, NUM_WARPS)
-    largest = gl.full(row.shape, -float("inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
-    s = here(gl.arange(0, 32, gl.SliceLayout(0, LAYOUT)))[None, :]
-    for base in range(0, most_spans, 32):
-        mask = live[:, None] & (base + s < spans[:, None])
-        some = gl.load(stats_ptr + ((base + s) * (C * H) + row[:, None]) * 2, mask=mask, other=-float("inf"), cache_modifier=".cg")
-        largest = gl.maximum(largest, gl.max(some, 1))
-    d = gl.arange(0, 2 * HALF, gl.SliceLayout(0, LAYOUT))[None, :]
-    total = gl.zeros(row.shape, gl.float32, gl.SliceLayout(1, LAYOUT))
-    mixed = gl.zeros((row.shape[0], 2 * HALF), gl.float32, LAYOUT)
-    for base in range(0, most_spans, _AT_ONCE):
-        parts = ()
-        for i in gl.static_range(_AT_ONCE):
-            mask = live & (base + i < spans)
-            at = (base + i) * (C * H) + row
-            peak = gl.load(stats_ptr + at * 2, mask=mask, other=-float("inf"), cache_modifier=".cg")
-            sum_ = gl.load(stats_ptr + at * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
-            part = gl.load(mixed_ptr + (at * (2 * HALF))[:, None] + d, mask=mask[:, None], other=0.0, cache_modifier=".cg")
-            parts = parts + (peak, sum_, part)
-        for i in gl.static_range(_AT_ONCE):
-            share = gl.where(live, gl.exp2(parts[3 * i] - largest), 0.0)
-            total = gl.fma(share, parts[3 * i + 1], total)
-            mixed = gl.fma(gl.broadcast(share[:, None], mixed)[0], parts[3 * i + 2], mixed)
-    gl.store(out_ptr + (row * (2 * HALF))[:, None] + d, (mixed / total[:, None]).to(gl.bfloat16), mask=live[:, None])
+@gluon.constexpr_function
+def span_lanes(rows, width, of_a_warp, num_warps):
+    """[rows, spans, width]: a warp has whole rows of spans."""
+    return gl.BlockedLayout([1, of_a_warp, width // 32], [1, 1, 32], [rows, num_warps // rows, 1], [2, 1, 0])
 
 
 @gluon.jit
-def merge_arrived(mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, row_ptr, group, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr,
-                  NUM_WARPS: gl.constexpr):
-    """Behind `attend_item`: the item of a run and head that comes last adds up all of them."""
+def nothing():
+    """0, but the compiler does not know: what is added to it is computed where it is used, and not before the partitions part, to be kept on the stack."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def exp2(x):
+    """Of at most 0; below 2**-126 zero."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _merge_rows(mixed_ptr, stats_ptr, out_ptr, first, count, spans, ROWS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr,
+                NUM_WARPS: gl.constexpr):
+    """Add the spans of `count` rows from row `first` of a span's. spans: how many they have."""
     R: gl.constexpr = H // G
-    first_column = gl.load(row_ptr)
-    num_columns = gl.load(row_ptr + 1)
-    spans = gl.load(row_ptr + 7)
+    LAYOUT: gl.constexpr = span_lanes(ROWS, 2 * HALF, _OF_A_WARP, NUM_WARPS)
+    PAIRS: gl.constexpr = gl.SliceLayout(2, LAYOUT)     # [rows, spans]
+    MIXED: gl.constexpr = gl.SliceLayout(1, LAYOUT)     # [rows, width]
+    AT_ONCE: gl.constexpr = _OF_A_WARP * (NUM_WARPS // ROWS)
+    d = gl.arange(0, 2 * HALF, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    s = nothing() + gl.arange(0, AT_ONCE, gl.SliceLayout(0, PAIRS))
+    i = gl.arange(0, ROWS, gl.SliceLayout(1, PAIRS))
+    offset = s[None, :] * (C * H) + i[:, None]
+    largest = gl.full((ROWS,), -float("inf"), gl.float32, gl.SliceLayout(1, PAIRS))
+    total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, PAIRS))
+    mixed = gl.zeros((ROWS, 2 * HALF), gl.float32, MIXED)
+    for base in range(0, spans, AT_ONCE):
+        at = base * (C * H) + first
+        mask = (i < count)[:, None] & (s < spans - base)[None, :]
+        stats = stats_ptr + at * 2 + offset * 2
+        peak = gl.load(stats, mask=mask, other=-float("inf"), cache_modifier=".cg")
+        sum_ = gl.load(stats + 1, mask=mask, other=0.0, cache_modifier=".cg")
+        wide = gl.expand_dims(offset * (2 * HALF), 2) + gl.expand_dims(gl.expand_dims(d, 0), 1)
+        part = gl.load(mixed_ptr + at * (2 * HALF) + wide, mask=gl.expand_dims(mask, 2) & (wide >= 0), other=0.0, cache_modifier=".cg")
+        new = gl.maximum(largest, gl.max(peak, 1))
+        kept = exp2(largest - new)
+        share = gl.where(mask, exp2(peak - new[:, None]), 0.0)
+        largest = new
+        total = total * kept + gl.sum(share * sum_, 1)
+        mixed = mixed * gl.convert_layout(kept, gl.SliceLayout(1, MIXED))[:, None] + gl.sum(gl.expand_dims(share, 2) * part, 1)
+    row = first + nothing() + gl.arange(0, ROWS, gl.SliceLayout(1, MIXED))
+    to = (row // R % C * H + row // (R * C) * R + row % R) * (2 * HALF)
+    divisor = gl.convert_layout(1.0 / total, gl.SliceLayout(1, MIXED))[:, None]
+    gl.store(out_ptr + to[:, None] + gl.arange(0, 2 * HALF, gl.SliceLayout(0, MIXED))[None, :], (mixed * divisor).to(gl.bfloat16),
+             mask=(row < first + count)[:, None])
+
+
+@gluon.jit
+def merge_arrived(mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, first_column, num_columns, spans, group, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr,
+                  HALF: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """Behind an item's partial results: the item of a run and head that comes last adds up all of them."""
+    R: gl.constexpr = H // G
     arrivals = arrivals_ptr + first_column * G + group
     cta_barrier()   # the atomic below is one thread's, and releases what all have stored
     if gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == spans - 1:
-        i = here(gl.arange(0, NUM_WARPS, gl.SliceLayout(1, row_lanes(2 * HALF, NUM_WARPS))))
         for base in range(0, num_columns * R, NUM_WARPS):
-            row = (first_column + (base + i) // R) * H + group * R + (base + i) % R
-            _merge_rows(mixed_ptr, stats_ptr, out_ptr, row, base + i < num_columns * R, spans + i * 0, spans, C, H, HALF, NUM_WARPS)
+            _merge_rows(mixed_ptr, stats_ptr, out_ptr, (group * C + first_column) * R + base, num_columns * R - base, spans, NUM_WARPS, C, H, G, HALF,
+                        NUM_WARPS)
         gl.store(arrivals, 0)   # for the next layer
 
 
 @gluon.jit
-def merge_columns(mixed_ptr, stats_ptr, spans_ptr, out_ptr, number, PROGRAMS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, HALF: gl.constexpr,
-                  NUM_WARPS: gl.constexpr):
-    """All partial results, by all programs, behind a barrier over the grid."""
-    i = gl.arange(0, NUM_WARPS, gl.SliceLayout(1, row_lanes(2 * HALF, NUM_WARPS)))
-    for base in range(number * NUM_WARPS, C * H, PROGRAMS * NUM_WARPS):
-        row = base + i
-        spans = gl.load(spans_ptr + row // H, mask=row < C * H, other=0)
-        _merge_rows(mixed_ptr, stats_ptr, out_ptr, row, spans > 0, spans, gl.max(spans, 0), C, H, HALF, NUM_WARPS)
+def spans_of_row(spans_ptr, row, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr):
+    """0 for a row of a dead column, and behind the last."""
+    return gl.load(spans_ptr + row // (H // G) % C, mask=row < C * H, other=0)
+
+
+@gluon.jit
+def merge_columns(mixed_ptr, stats_ptr, spans_ptr, out_ptr, number, first_spans, PROGRAMS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr,
+                  HALF: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """All partial results, by all programs, behind a barrier over the grid. first_spans: `spans_of_row` of row `number`, loaded before the barrier."""
+    row = number + 0
+    spans = first_spans
+    while row < C * H:
+        then_spans = spans_of_row(spans_ptr, row + PROGRAMS, C, H, G)
+        if spans > 0:
+            _merge_rows(mixed_ptr, stats_ptr, out_ptr, row, 1, spans, 1, C, H, G, HALF, NUM_WARPS)
+        row += PROGRAMS
+        spans = then_spans

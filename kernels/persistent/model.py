@@ -32,13 +32,14 @@ from ..moe.weights import ExpertWeights, pack_experts
 from ..mx.format import MX_BLOCK_SIZE
 from ..mx.layouts import FragmentLayout, FragmentWeight, choose_layout
 from .attention import AttentionWorkspace, Heads, rope_table
-from .fragments import H200_SMS, DenseLayout, DenseWeight, choose_dense_layout, pack_dense
+from .fragments import H200_SMS, DenseLayout, DenseWeight, choose_dense_layout, choose_rolled_layout, pack_dense
 from .plan import CHUNK
 from .router import empty_routing
 
 BF16 = torch.bfloat16
 MAX_STEPS = 6           # of an expert's product: two consumers leave a thread 112 registers, and a step's activations take 8
 MATRICES = ("qkv", "out", "router", "head")
+_MOST_SPLITS = 4
 _CODE_RMS = 2.93        # of the eight magnitudes of E2M1, drawn evenly
 
 
@@ -58,6 +59,7 @@ class StepShape:
     vocab_size: int
     max_length: int                    # tokens of context
     taps: tuple[int, ...] = ()         # layers whose outputs are handed out for a draft head
+    rolled: bool = False               # dense matrices are packed for rolled_dense.py, with more sums for the reader to add
 
     def __post_init__(self) -> None:
         where = "StepShape"
@@ -80,13 +82,22 @@ class StepShape:
         """Of a matrix of MATRICES. Errors: NotImplementedError for an input that no layout holds."""
         rows, depth = {"qkv": (self.heads.qkv_width, self.hidden_size), "out": (self.hidden_size, self.heads.num_heads * self.heads.head_dim),
                        "router": (self.num_experts, self.hidden_size), "head": (self.vocab_size, self.hidden_size)}[matrix]
+        if self.rolled:
+            return choose_rolled_layout(rows, depth, max_splits=_MOST_SPLITS if matrix in ("qkv", "router") else 1)
         splits = self.qkv_splits if matrix == "qkv" else 1
         return choose_dense_layout(rows, depth, min_splits=splits, max_splits=splits, programs=programs)
 
     @property
     def qkv_splits(self) -> int:
         """Sums that whoever reads queries, keys and values adds: what an H200 wants, as a state's memory does not depend on the GPU."""
+        if self.rolled:
+            return self.dense_layout("qkv").splits
         return choose_dense_layout(self.heads.qkv_width, self.hidden_size, max_splits=2).splits
+
+    @property
+    def router_splits(self) -> int:
+        """Sums that whoever chooses experts adds."""
+        return self.dense_layout("router").splits if self.rolled else 1
 
     @property
     def gate_up_layout(self) -> FragmentLayout:
@@ -318,7 +329,7 @@ class StepState:
     qkv_SCW: Tensor             # fp32: S sums, see StepShape.qkv_splits
     mixed_CW: Tensor            # bf16 [C, H K]
     normed_CD: Tensor           # bf16: what the experts read
-    router_logits_CE: Tensor    # fp32
+    router_logits_SCE: Tensor   # fp32: S sums, see StepShape.router_splits
     routing: Routing
     inter_MCF: Tensor           # bf16 [tiles, 8, F]
     partials_RD: Tensor         # fp32 [C * experts per token, D]
@@ -338,6 +349,11 @@ class StepState:
     def qkv_CW(self) -> Tensor:
         """Queries, keys and values, their sums added."""
         return self.qkv_SCW.sum(0)
+
+    @property
+    def router_logits_CE(self) -> Tensor:
+        """Router logits, their sums added."""
+        return self.router_logits_SCE.sum(0)
 
     @property
     def num_slots(self) -> int:
@@ -373,7 +389,8 @@ class StepState:
         return StepState(
             shape=shape, cache=cache, pages_SP=pages_SP, cos_NK=cos_NK, sin_NK=sin_NK, residual_CD=empty(num_columns, shape.hidden_size),
             qkv_SCW=empty(shape.qkv_splits, num_columns, heads.qkv_width), mixed_CW=empty(num_columns, heads.num_heads * heads.head_dim, dtype=BF16),
-            normed_CD=empty(num_columns, shape.hidden_size, dtype=BF16), router_logits_CE=empty(num_columns, shape.num_experts), routing=routing,
+            normed_CD=empty(num_columns, shape.hidden_size, dtype=BF16),
+            router_logits_SCE=empty(shape.router_splits, num_columns, shape.num_experts), routing=routing,
             inter_MCF=empty(len(routing.experts_M), TILE_COLUMNS, shape.expert_hidden, dtype=BF16),
             partials_RD=empty(pairs, shape.hidden_size, dtype=torch.float32),
             attention=AttentionWorkspace.of(heads, num_columns=num_columns, max_length=shape.max_length, device=device),

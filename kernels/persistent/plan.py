@@ -7,8 +7,10 @@ over many programs; from there every doubling of the context has 16 spans, so a 
 
     chunks   0..31  32 spans of 1        32..63  16 of 2        64..127  16 of 4        128..255  16 of 8        ...
 
-A run is the columns of one sequence in a step: neighbours, at consecutive positions. A row of the plan is (run, span), the largest spans
-first: a program takes one item in order, and if there are more, one from the other end each further round. An item is a row and a key/value head.
+A run is the columns of one sequence in a step: neighbours, at consecutive positions. Where there are few spans, a run is cut into parts of fewer columns,
+as long as all rows are taken up at once: the cache is then read by several programs, and each has less to do. A row of the plan is (part of a run, span),
+the largest spans first: a program takes one item in order, and if there are more, one from the other end each further round. An item is a row and a
+key/value head. No column's operations depend on how its run is cut.
 
 The plan is the same for all layers with the same window, and positions change on the device, so one program makes it once a step.
 
@@ -36,12 +38,13 @@ _CHUNK, _SINGLES = gl.constexpr(CHUNK), gl.constexpr(SINGLES)
 class Plan:
     """Rows from `num_rows` on are not written.
 
-    A row: first column, number of columns, position of the first, sequence slot, first chunk, end chunk, the span's place among the run's, how many it has.
+    A row: first column of the run, columns of the run before the part * 256 + columns of the part, position of the run's first column, sequence slot,
+    first chunk, end chunk, the span's place among the part's, how many it has.
     """
 
     rows_N8: Tensor      # int32
     num_rows: Tensor     # int32 [1]
-    spans_C: Tensor      # int32: spans of the column's run, 0 for a dead column
+    spans_C: Tensor      # int32: spans of the column's part of a run, 0 for a dead column
 
     @staticmethod
     def empty(*, num_columns: int, max_length: int, device: torch.device) -> "Plan":
@@ -103,22 +106,36 @@ def check_columns(slots: list[int], positions: list[int], *, max_length: int, nu
             raise ValueError(f"{where}: a sequence has at most {RUN_COLUMNS} columns in a step; slot {slot} has more. Take them in several steps.")
 
 
-def plan_ref(slots_C: Tensor, positions_C: Tensor, *, max_length: int, window: int | None = None) -> Plan:
-    """The plan of a step. Shapes: int32 [C], a slot below 0 for a dead column. Runs are taken as they are: `check_columns` refuses others."""
+def plan_ref(slots_C: Tensor, positions_C: Tensor, *, max_length: int, window: int | None = None, at_once: int = 0, part_columns: int = RUN_COLUMNS) -> Plan:
+    """The plan of a step. Shapes: int32 [C], a slot below 0 for a dead column. Runs are taken as they are: `check_columns` refuses others.
+
+    at_once: rows that all programs together take up at once. part_columns: the most columns of a part, a power of two.
+    """
     slots, positions = slots_C.tolist(), positions_C.tolist()
     plan = Plan.empty(num_columns=len(slots), max_length=max_length, device=slots_C.device)
-    rows: list[list[int]] = []
-    for c, slot in enumerate(slots):
-        if slot < 0 or (c and slots[c - 1] == slot):
-            continue
-        count = slots.count(slot)
-        chunks = first_chunk(positions[c], window), positions[c + count - 1] // CHUNK + 1
-        spans = span_of(chunks[0]), span_of(chunks[1] - 1) + 1
-        plan.spans_C[c:c + count] = spans[1] - spans[0]
-        for span in range(*spans):
-            first, end = chunks_of(span)
-            rows.append([c, count, positions[c], slot, max(first, chunks[0]), min(end, chunks[1]), span - spans[0], spans[1] - spans[0]])
-    rows.sort(key=lambda row: -class_of(span_of(row[4])))   # stable: runs in order, spans ascending
+
+    def rows_of(size: int) -> list[list[int]]:
+        rows: list[list[int]] = []
+        for c, slot in enumerate(slots):
+            first_column = slots.index(slot)
+            before = c - first_column
+            if slot < 0 or before % size:
+                continue
+            count = min(size, slots.count(slot) - before)
+            chunks = first_chunk(positions[c], window), positions[c + count - 1] // CHUNK + 1
+            spans = span_of(chunks[0]), span_of(chunks[1] - 1) + 1
+            for span in range(*spans):
+                first, end = chunks_of(span)
+                rows.append([first_column, before << 8 | count, positions[first_column], slot, max(first, chunks[0]), min(end, chunks[1]), span - spans[0],
+                             spans[1] - spans[0]])
+        return rows
+
+    sizes = [1 << i for i in range(part_columns.bit_length())]
+    rows = next((rows for size in sizes if len(rows := rows_of(size)) <= at_once), rows_of(part_columns))
+    for first_column, columns, *_, spans in rows:
+        before, count = columns >> 8, columns & 255
+        plan.spans_C[first_column + before:first_column + before + count] = spans
+    rows.sort(key=lambda row: -class_of(span_of(row[4])))   # stable: parts in order, spans ascending
     plan.rows_N8[:len(rows)] = torch.tensor(rows, dtype=torch.int32).view(-1, FIELDS)
     plan.num_rows[0] = len(rows)
     return plan
@@ -145,8 +162,21 @@ def _span_of(chunk, CLASSES: gl.constexpr):
 
 
 @gluon.jit
+def _part(index, count, start, size, CLASSES: gl.constexpr, WINDOW: gl.constexpr):
+    """Of the part of a run that each column is in: columns before it, its own, first and last chunk, first span, spans."""
+    before = index & (0 - size)
+    own = gl.minimum(count - before, size)
+    last_chunk = gl.where(count > 0, start + before + own - 1, 0) // _CHUNK
+    begin = start * 0
+    if WINDOW > 0:
+        begin = gl.maximum(gl.where(count > 0, start + before, 0) - (WINDOW - 1), 0) // _CHUNK
+    first_span = _span_of(begin, CLASSES)
+    return before, own, begin, last_chunk, first_span, gl.where(count > 0, _span_of(last_chunk, CLASSES) + 1 - first_span, 0)
+
+
+@gluon.jit
 def plan_step(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, C: gl.constexpr, CLASSES: gl.constexpr, WINDOW: gl.constexpr,
-              NUM_WARPS: gl.constexpr, ahead=0):
+              AT_ONCE: gl.constexpr, PART_COLUMNS: gl.constexpr, NUM_WARPS: gl.constexpr, ahead=0):
     """`plan_ref` by one program. WINDOW: 0 for none. ahead: how many steps the columns are ahead of the positions in memory."""
     TABLE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NUM_WARPS, 1], [1, 0])
     me = here(gl.arange(0, C, gl.SliceLayout(1, TABLE)))
@@ -155,32 +185,31 @@ def plan_step(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, C: gl
     position = gl.load(positions_ptr + other) + ahead
     same = (slot[:, None] == gl.load(slots_ptr + other)[None, :]) & (slot >= 0)[:, None]
     count = gl.sum(same.to(gl.int32), 1)
-    is_first = gl.sum((same & (other[None, :] < me[:, None])).to(gl.int32), 1) == 0
-    start = gl.min(gl.where(same, position[None, :], 0x7FFFFFFF), 1)
-    last_chunk = gl.max(gl.where(same, position[None, :], -1), 1) // _CHUNK
-    start = gl.where(count > 0, start, 0)
-    last_chunk = gl.where(count > 0, last_chunk, 0)
-    begin = start * 0
-    if WINDOW > 0:
-        begin = gl.maximum(start - (WINDOW - 1), 0) // _CHUNK
-    first_span = _span_of(begin, CLASSES)
-    spans = _span_of(last_chunk, CLASSES) + 1 - first_span
-    gl.store(spans_ptr + me, gl.where(count > 0, spans, 0))
-    lead = (count > 0) & is_first
+    index = gl.sum((same & (other[None, :] < me[:, None])).to(gl.int32), 1)
+    start = gl.where(count > 0, gl.min(gl.where(same, position[None, :], 0x7FFFFFFF), 1), 0)
+    size = PART_COLUMNS + 0 * gl.max(count, 0)
+    smaller = size >> 1
+    while smaller > 0:      # the smallest parts whose rows are taken up at once
+        before, own, begin, last_chunk, first_span, spans = _part(index, count, start, smaller, CLASSES, WINDOW)
+        size = gl.where(gl.sum(gl.where(index == before, spans, 0), 0) <= AT_ONCE, smaller, size)
+        smaller = gl.where(size == smaller, smaller >> 1, 0)
+    before, own, begin, last_chunk, first_span, spans = _part(index, count, start, size, CLASSES, WINDOW)
+    gl.store(spans_ptr + me, spans)
+    lead = index == before      # a dead column has no spans
     i = here(gl.arange(0, _SINGLES, gl.SliceLayout(0, TABLE)))
     base = 0
     for e in gl.static_range(CLASSES - 1, -1, -1):
         lo = gl.maximum(first_span, _class_span(e))
         number = gl.where(lead, gl.maximum(gl.minimum(first_span + spans, _class_span(e + 1)) - lo, 0), 0)
         numbers = gl.convert_layout(number, gl.SliceLayout(0, TABLE))
-        before = gl.sum(gl.where(other[None, :] < me[:, None], numbers[None, :], 0), 1)
+        ahead_of = gl.sum(gl.where(other[None, :] < me[:, None], numbers[None, :], 0), 1)
         mask = i[None, :] < number[:, None]
         span = lo[:, None] + i[None, :]
         first = _class_chunk(e) + ((span - _class_span(e)) << e)
-        row = rows_ptr + (base + before[:, None] + i[None, :]) * 8
+        row = rows_ptr + (base + ahead_of[:, None] + i[None, :]) * 8
         whole = span * 0
-        gl.store(row, me[:, None] + whole, mask=mask)
-        gl.store(row + 1, count[:, None] + whole, mask=mask)
+        gl.store(row, (me - index)[:, None] + whole, mask=mask)
+        gl.store(row + 1, (before * 256 + own)[:, None] + whole, mask=mask)
         gl.store(row + 2, start[:, None] + whole, mask=mask)
         gl.store(row + 3, slot[:, None] + whole, mask=mask)
         gl.store(row + 4, gl.maximum(first, begin[:, None]), mask=mask)
@@ -193,5 +222,5 @@ def plan_step(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, C: gl
 
 @gluon.jit
 def plan_kernel(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, C: gl.constexpr, CLASSES: gl.constexpr, WINDOW: gl.constexpr,
-                NUM_WARPS: gl.constexpr):
-    plan_step(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, C, CLASSES, WINDOW, NUM_WARPS)
+                AT_ONCE: gl.constexpr, PART_COLUMNS: gl.constexpr, NUM_WARPS: gl.constexpr):
+    plan_step(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, C, CLASSES, WINDOW, AT_ONCE, PART_COLUMNS, NUM_WARPS)

@@ -46,7 +46,7 @@ def _gumbel(token, position, seed_low, seed_high):
 
 
 @gluon.jit
-def sample_slices(p, number, step, C: gl.constexpr, V: gl.constexpr, SLICES: gl.constexpr, PROGRAMS: gl.constexpr, ASKS: gl.constexpr,
+def sample_slices(p, number, step, C: gl.constexpr, V: gl.constexpr, SLICES: gl.constexpr, PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr, ASKS: gl.constexpr,
                   NUM_WARPS: gl.constexpr):
     """The best of each slice of each live column. ASKS: the first of them also asks the host whether to stop, as a read of its memory takes long."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
@@ -54,11 +54,11 @@ def sample_slices(p, number, step, C: gl.constexpr, V: gl.constexpr, SLICES: gl.
     WIDTH: gl.constexpr = (V + SLICES - 1) // SLICES
     lane = here(gl.arange(0, BLOCK, LANES))
     if ASKS:
-        if number == 1:
+        if number == PARTITIONS - 1:
             wants = gl.inline_asm_elementwise("ld.relaxed.sys.global.u32 $0, [$1];", "=r,l", [(lane * 0).to(gl.int64) + p.host_stop.to(gl.int64, bitcast=True)],
                                               dtype=gl.int32, is_pure=False, pack=1)
             gl.store(p.stop + lane, wants, mask=lane == 0)
-    for unit in range(number, C * SLICES, PROGRAMS * 2):
+    for unit in range(number, C * SLICES, PROGRAMS * PARTITIONS):
         column, first = unit // SLICES, unit % SLICES * WIDTH
         if gl.load(p.words + C + column) >= 0:
             temperature = gl.load(p.words + 3 * C + column).to(gl.float32, bitcast=True)

@@ -16,12 +16,12 @@ from triton.runtime.errors import OutOfResources
 
 from ..moe.product import descriptors as expert_descriptors
 from ..moe.product import num_programs
+from .attention import FORM, FORM_OF_TWO, AttentionForm
 from .barrier import SECONDS_OF_POLLS
 from .dense import descriptor
-from .fragments import NUM_WARPS
 from .model import StepInputs, StepState, StepWeights
 from .plan import check_columns
-from .step_code import LAYER_STAMPS, PHASES, SHARED_BYTES, StepCode, layouts_of
+from .step_code import LAYER_STAMPS, PHASES, SHARED_BYTES, SHARED_BYTES_OF_TWO, StepCode, launch_options, layouts_of
 from .step_device import step_kernel
 from .step_memory import StepMemory
 from .step_ref import sample_ref
@@ -30,27 +30,41 @@ LAYER_PHASES = ("qkv", "attention", "out", "router", "gate_up", "down", "add")
 _MAX_STEPS = 64
 
 
+def layer_phases(code: StepCode) -> list[str]:
+    """The launches of a layer."""
+    return [name for name in PHASES[1:-3] if name != "merge" or not code.LAST_MERGES]
+
+
 class StepKernel:
     """A model's step for one number of columns, with its descriptors and memory, ready to launch.
 
     max_steps: rows of the token ring. polls: rounds that a program waits at a barrier, about 0.7 us each. profile: time every phase of the resident kernel.
-    Errors: NotImplementedError on anything but sm_90, or for a model that does not fit its registers or shared memory.
+    expert_parts, rolled, one_list: forms of the code of the experts, of the same bits (`StepCode.of`). form: of attention; None for what fits.
+    per_sm: programs an SM, 1 of two consumers or 2 of one; the latter take a shape with `rolled`, and give its bits in either form.
+    Errors: NotImplementedError on anything but sm_90, or for a model that does not fit its registers or shared memory; ValueError for another per_sm.
     """
 
-    def __init__(self, weights: StepWeights, state: StepState, *, max_steps: int = _MAX_STEPS, polls: int = SECONDS_OF_POLLS, profile: bool = False) -> None:
+    def __init__(self, weights: StepWeights, state: StepState, *, max_steps: int = _MAX_STEPS, polls: int = SECONDS_OF_POLLS, profile: bool = False,
+                 expert_parts: int = 4, rolled: bool = True, one_list: bool = False, form: AttentionForm | None = None,
+                 per_sm: int = 1) -> None:
         where, device, shape = "StepKernel", weights.embedding_VD.device, weights.shape
         if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
             raise NotImplementedError(f"{where}: the kernel is built for sm_90 (Hopper); got {device}. The twin (step_ref) runs anywhere.")
         if state.shape != shape or state.residual_CD.device != device or state.residual_CD.dtype != torch.float32:
             raise ValueError(f"{where}: state and weights must be of one model and device, the state in fp32; got a state on {state.residual_CD.device} in "
                              f"{state.residual_CD.dtype}.")
+        if per_sm not in (1, 2):
+            raise ValueError(f"{where}: per_sm must be 1 or 2 programs an SM; got {per_sm}.")
         limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
         if limit < SHARED_BYTES:
             raise NotImplementedError(f"{where}: a program takes up to {SHARED_BYTES} bytes of shared memory; this GPU gives {limit}. "
                                       "The reference executor runs anywhere.")
         self.weights, self.state, self.shape, self.max_steps, self.polls = weights, state, shape, max_steps, polls
-        self.programs = num_programs(device)
-        self.code = StepCode.of(shape, layouts=layouts_of(weights), num_columns=state.num_columns, programs=self.programs, profile=profile)
+        self.programs = num_programs(device) * per_sm
+        self.code = StepCode.of(shape, layouts=layouts_of(weights), num_columns=state.num_columns, programs=self.programs, profile=profile,
+                                parts=expert_parts, rolled=rolled, one_list=one_list, form=form or (FORM if per_sm == 1 else FORM_OF_TWO),
+                                partitions=2 // per_sm)
+        self._fits = per_sm == 1        # two programs an SM: asked when the kernel is built
         self._descriptors = (*(descriptor(weight) for weight in (weights.qkv, weights.out, weights.router, weights.head)),
                              *self._expert_descriptors(weights))
         self.memory = StepMemory.of(shape, self.code, max_steps=max_steps, device=device)
@@ -63,7 +77,7 @@ class StepKernel:
     def _arguments(self, code: StepCode, *, num_steps: int = 1, layer: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
         table_width, cache_pages = self.state.pages_SP.shape[1], self.state.cache.shape[1]
         return ((*self._descriptors, self.pointers, self.shape.num_layers, num_steps, table_width, cache_pages, self.polls, layer, len(self.shape.taps), code),
-                {"num_warps": NUM_WARPS, "launch_cooperative_grid": code.PHASE == "all"})
+                launch_options(code))
 
     def _launch(self, code: StepCode, **numbers: int) -> None:
         arguments, options = self._arguments(code, **numbers)
@@ -77,6 +91,14 @@ class StepKernel:
         """Build the resident kernel, or the launch of one phase, without running it: seconds the first time, then from Triton's cache."""
         arguments, options = self._arguments(self.code.of_phase(phase))
         return step_kernel.warmup(*arguments, grid=(self.programs,), **options)
+
+    def _check_two(self) -> None:
+        """NotImplementedError unless two programs fit on an SM: the driver would refuse the launch without saying what is too large."""
+        shared = self.compile().metadata.shared
+        if shared > SHARED_BYTES_OF_TWO:
+            raise NotImplementedError(f"StepKernel: each of two programs an SM has {SHARED_BYTES_OF_TWO} bytes of shared memory; this model takes {shared}. "
+                                      "Use per_sm=1.")
+        self._fits = True
 
     # --- resident ---
 
@@ -112,6 +134,8 @@ class StepKernel:
 
     def relaunch(self, *, num_steps: int = 1) -> None:
         """`run` with what `set_inputs` took, and without clearing the words that host and device share."""
+        if not self._fits:
+            self._check_two()
         self._launch(self.code, num_steps=num_steps)
 
     def stop(self) -> None:
@@ -140,7 +164,8 @@ class StepKernel:
 
     def plan(self) -> list[tuple[str, int]]:
         """The phases of a step in order, each with its layer."""
-        return [("embed", 0), *((name, layer) for layer in range(self.shape.num_layers) for name in LAYER_PHASES), ("head", 0), ("sample", 0), ("finish", 0)]
+        phases = [(name, layer) for layer in range(self.shape.num_layers) for name in layer_phases(self.code)]
+        return [("embed", 0), *phases, ("head", 0), ("sample", 0), ("finish", 0)]
 
     def launches(self) -> None:
         """One step, a launch a phase. Can be captured in a CUDA graph, whose inputs are what `set_inputs` copied."""

@@ -5,6 +5,12 @@ have rings of their own beside it. What is not alive at the same time lies in on
 
     attention               values | queries | weights
     products                normalized activations | exchange of consumer 0 | exchange of consumer 1
+    choice of experts       table of consumer 0 | of consumer 1
+
+Where dense products are rolled, each consumer has an area of its own, with products in it one after the other:
+
+    dense                   activations of X_STAGES stages | exchange
+    experts                 table | exchange
 
 Keys lie outside of it: the first ones of a layer are fetched while products are still under way.
 """
@@ -13,20 +19,28 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from triton import next_power_of_2
 
 from ..moe.product import Stages, scale_box
 from ..mx.layouts import FragmentLayout
-from .fragments import NUM_WARPS, UNIT_BYTES, DenseLayout
-from .model import MAX_STEPS, StepShape, StepWeights
-from .plan import CHUNK, RUN_COLUMNS, num_classes
+from .attention import FORM, AttentionForm
+from .attention_device import value_width
+from .attention_rows import staged_rows
+from .fragments import NUM_WARPS, TILE_ROWS, UNIT_BYTES, DenseLayout
+from .model import MATRICES, MAX_STEPS, StepShape, StepWeights
+from .plan import num_classes
 from .router import router_constants
 
-PHASES = ("embed", "qkv", "attention", "out", "router", "gate_up", "down", "add", "head", "sample", "finish")
+PHASES = ("embed", "qkv", "attention", "merge", "out", "router", "gate_up", "down", "add", "head", "sample", "finish")
 LAYER_STAMPS = 7                    # phases of a layer, each behind a barrier
 SLICES = 32                         # parts of the vocabulary that sampling takes apart
 _RING_BYTES = 105 * 1024            # of both consumers: what an SM has in flight at full bandwidth; more would make dependent loads wait
 _SLOT_UNITS = 4                     # 16 KB: the least slot, if the weights' stages divide so
+_MIXED_AHEAD = 4                    # stages of mixed values on their way to a rolled product
+REGISTERS_OF_TWO = 80               # 2 * 384 threads: 61440 of an SM's 65536; setmaxnreg leaves a consumer 104
 AREA_UNIT = 1024
+_CHUNK_UNITS = UNIT_BYTES // AREA_UNIT      # of a block of every warp in bf16, or of the warps' sums
+SHARED_BYTES_OF_TWO = 113 * 1024    # likewise, for each of two programs: 228 KB less 1 KB a program
 SHARED_BYTES = 227 * 1024           # of an SM of an H200, for one program
 
 
@@ -45,8 +59,9 @@ class DenseCode:
     UNITS: int          # of one matrix
 
     @staticmethod
-    def of(layout: DenseLayout, *, slot_units: int) -> "DenseCode":
-        blocks = max(b for b in range(1, slot_units // 2 + 1) if layout.num_blocks % b == 0)
+    def of(layout: DenseLayout, *, slot_units: int, alike: tuple[DenseLayout, ...] = ()) -> "DenseCode":
+        """alike: others that have the same stages."""
+        blocks = max(b for b in range(1, slot_units // 2 + 1) if all(one.num_blocks % b == 0 for one in (layout, *alike)))
         return DenseCode(ROWS=layout.rows, DEPTH=layout.depth, DEPTH_WARPS=layout.depth_warps, NUM_BLOCKS=layout.num_blocks, PAIRS=layout.pairs,
                          SPLITS=layout.splits, STAGE_BLOCKS=blocks, ITEMS=layout.num_items, UNITS=layout.num_units)
 
@@ -68,8 +83,8 @@ class ExpertCode:
     SCALE_BOX: int
 
     @staticmethod
-    def of(layout: FragmentLayout) -> "ExpertCode":
-        parts = 1 << (min(4, layout.num_groups).bit_length() - 1)
+    def of(layout: FragmentLayout, *, parts: int) -> "ExpertCode":
+        parts = 1 << (min(parts, layout.num_groups).bit_length() - 1)
         return ExpertCode(DEPTH=layout.depth, DEPTH_WARPS=layout.depth_warps, NUM_STEPS=layout.num_steps, PARTS=parts, TILE_STAGES=layout.num_groups,
                           SCALE_BOX=scale_box(layout, Stages(groups=1, parts=parts, stages=2, partitions=2)))
 
@@ -80,6 +95,7 @@ class StepCode:
 
     PHASE: str
     PROGRAMS: int
+    PARTITIONS: int         # consumers of a program
     PROFILE: bool
     C: int
     COLUMN_TILES: int
@@ -90,7 +106,10 @@ class StepCode:
     H: int
     G: int
     HALF: int
-    QUERY_ROWS: int
+    KEYS: int
+    QUERIES: int
+    LAST_MERGES: bool
+    PART_COLUMNS: int
     SCALE: float
     QK_EPS: float
     QK_NORM: bool
@@ -104,6 +123,9 @@ class StepCode:
     TILES: int
     PADDED_TILES: int
     NORMALIZE: bool
+    ROLLED: bool            # little code for the experts: moe/rolled.py
+    ROLLED_DENSE: bool      # and for dense products: rolled_dense.py
+    ONE_LIST: bool          # consumer 0 chooses experts for its SM; else each consumer for itself
     # weights
     qkv: DenseCode
     out: DenseCode
@@ -121,10 +143,19 @@ class StepCode:
     EXCHANGE_UNIT: int      # of the area, where consumer 0's begins
     EXCHANGE_UNITS: int
     QUERY_UNIT: int
+    STAGE_BLOCKS: int       # of rolled dense products: blocks of a warp a stage
+    X_STAGES: int           # stages whose activations are in shared memory
+    DENSE_EXCHANGE_UNIT: int
+    PRODUCT_UNITS: int      # of the area that a second consumer has, without attention
+    SQUARES: int            # places for parts of a column's sum of squares
+    TABLE_UNITS: int        # of a consumer's table of who chose whom
 
     @staticmethod
-    def of(shape: StepShape, *, layouts: dict[str, Any], num_columns: int, programs: int, phase: str = "all", profile: bool = False) -> "StepCode":
-        """layouts: of qkv, out, router, head (DenseLayout), gate_up and down (FragmentLayout).
+    def of(shape: StepShape, *, layouts: dict[str, Any], num_columns: int, programs: int, phase: str = "all", profile: bool = False,
+           parts: int = 4, rolled: bool = True, one_list: bool = False, form: AttentionForm = FORM, partitions: int = 2) -> "StepCode":
+        """layouts: of qkv, out, router, head (DenseLayout), gate_up and down (FragmentLayout). parts: 1, 2 or 4 stages of experts between two sums over the
+        warps; rolled: in one body of code; one_list: only one consumer of an SM chooses experts, and has the other wait. programs: all,
+        partitions: consumers of each; one consumer takes a model whose shape is `rolled`.
 
         Errors: NotImplementedError for experts whose activations two consumers cannot hold, and as `router_constants`.
         """
@@ -134,33 +165,48 @@ class StepCode:
             raise NotImplementedError(f"{where}: a warp of the resident kernel holds the activations of up to {MAX_STEPS} steps; got {up.num_steps} and "
                                       f"{down.num_steps}. Choose the layouts with max_steps={MAX_STEPS}.")
         slot_units = max(up.num_steps, down.num_steps, _SLOT_UNITS)
-        dense = {name: DenseCode.of(layouts[name], slot_units=slot_units) for name in ("qkv", "out", "router", "head")}
-        for name in ("qkv", "out", "router", "head"):
-            splits = shape.qkv_splits if name == "qkv" else 1
+        matrices = tuple(layouts[name] for name in MATRICES)
+        if any(layout.rolled != shape.rolled for layout in matrices) or (partitions == 1 and not shape.rolled):
+            raise NotImplementedError(f"{where}: a program of one consumer takes rolled products, and those take matrices of their own layout. "
+                                      "Pack the weights of a shape with rolled=True.")
+        dense = {name: DenseCode.of(layouts[name], slot_units=slot_units, alike=matrices if shape.rolled else ()) for name in MATRICES}
+        for name in MATRICES:
+            splits = {"qkv": shape.qkv_splits, "router": shape.router_splits}.get(name, 1)
             if splits != dense[name].SPLITS:
                 raise NotImplementedError(f"{where}: whoever reads the sums of {name} takes {splits} of them; got {dense[name].SPLITS}.")
-        experts = ExpertCode.of(up), ExpertCode.of(down)
-        table = router_constants(num_columns=num_columns, experts_per_token=shape.experts_per_token, num_experts=shape.num_experts)
+        experts = ExpertCode.of(up, parts=parts), ExpertCode.of(down, parts=parts)
+        routing = router_constants(num_columns=num_columns, experts_per_token=shape.experts_per_token, num_experts=shape.num_experts)
         stages = max(2, min(8, _RING_BYTES // (2 * slot_units * (UNIT_BYTES + 256))))
         exchange = max(e.PARTS for e in experts) * NUM_WARPS * 128
         positions = max(dense[name].positions for name in ("qkv", "router", "head"))     # out reads mixed values as they are
-        query_rows = -(-RUN_COLUMNS * (heads.num_heads // heads.num_kv_heads) // 64) * 64
         half = heads.head_dim // 2
-        values = 2 * CHUNK * half * 2
-        attention = values + 2 * query_rows * half * 2 + query_rows * CHUNK * 2
-        exchange_unit = positions * 512 // AREA_UNIT
+        values = value_width(half) * form.keys * 2
+        attention = values + 2 * staged_rows(form.queries) * half * 2 + form.keys * form.queries * 2
+        table_units = -(-num_columns * routing["EXPERTS"] // AREA_UNIT)
+        exchange_unit = max(positions * 512 // AREA_UNIT, 2 * table_units)
         exchange_units = exchange * 4 // AREA_UNIT
+        x_stages, product_units = 1, exchange_unit + 2 * exchange_units
+        if shape.rolled:
+            blocks = dense["qkv"].STAGE_BLOCKS
+            normed = max(dense[name].NUM_BLOCKS for name in ("qkv", "router", "head")) // blocks
+            x_stages = -(-max(normed, min(_MIXED_AHEAD, dense["out"].NUM_BLOCKS // blocks)) // 2) * 2     # an even number of chunks
+            exchange_unit = table_units
+            product_units = max(x_stages * blocks * _CHUNK_UNITS + _CHUNK_UNITS, exchange_unit + exchange_units)
         return StepCode(
-            PHASE=phase, PROGRAMS=programs, PROFILE=profile, C=num_columns, COLUMN_TILES=num_columns // 8, D=shape.hidden_size, V=shape.vocab_size,
-            EPS=shape.rms_eps, H=heads.num_heads, G=heads.num_kv_heads, HALF=half, QUERY_ROWS=query_rows, SCALE=heads.scale, QK_EPS=heads.rms_eps or 0.0,
+            PHASE=phase, PROGRAMS=programs, PARTITIONS=partitions, PROFILE=profile, C=num_columns, COLUMN_TILES=num_columns // 8, D=shape.hidden_size,
+            V=shape.vocab_size, EPS=shape.rms_eps, H=heads.num_heads, G=heads.num_kv_heads, HALF=half, KEYS=form.keys, QUERIES=form.queries,
+            LAST_MERGES=form.last_merges, PART_COLUMNS=form.part_columns(heads), SCALE=heads.scale, QK_EPS=heads.rms_eps or 0.0,
             QK_NORM=heads.rms_eps is not None, WINDOW=heads.window or 0, CLASSES=num_classes(shape.max_length), E=shape.num_experts,
             K=shape.experts_per_token, F=shape.expert_hidden,
-            EXPERTS=table["EXPERTS"], TILES=table["TILES"], PADDED_TILES=table["PADDED_TILES"],
-            NORMALIZE=shape.normalize_router_weights, qkv=dense["qkv"], out=dense["out"], router=dense["router"],
+            EXPERTS=routing["EXPERTS"], TILES=routing["TILES"], PADDED_TILES=routing["PADDED_TILES"],
+            NORMALIZE=shape.normalize_router_weights, ROLLED=rolled, ROLLED_DENSE=shape.rolled, ONE_LIST=one_list, qkv=dense["qkv"], out=dense["out"],
+            router=dense["router"],
             head=dense["head"], up=experts[0], down=experts[1], SLOT_UNITS=slot_units, STAGES=stages,
             EXCHANGE=exchange, PAIR_TILES=max([NUM_WARPS // d.DEPTH_WARPS for d in dense.values() if d.PAIRS == 2], default=1), POSITIONS=positions,
-            AREA_UNITS=max(-(-attention // AREA_UNIT), exchange_unit + 2 * exchange_units), EXCHANGE_UNIT=exchange_unit, EXCHANGE_UNITS=exchange_units,
-            QUERY_UNIT=values // AREA_UNIT)
+            AREA_UNITS=max(-(-attention // AREA_UNIT), product_units), PRODUCT_UNITS=product_units, STAGE_BLOCKS=dense["qkv"].STAGE_BLOCKS, X_STAGES=x_stages,
+            DENSE_EXCHANGE_UNIT=x_stages * dense["qkv"].STAGE_BLOCKS * _CHUNK_UNITS, SQUARES=max(32, next_power_of_2(-(-shape.hidden_size // TILE_ROWS))),
+            EXCHANGE_UNIT=exchange_unit, EXCHANGE_UNITS=exchange_units,
+            QUERY_UNIT=values // AREA_UNIT, TABLE_UNITS=table_units)
 
     def expert_stages(self) -> tuple[Stages, Stages]:
         """Of gate and up, and of down, as their descriptors are made."""
@@ -178,6 +224,14 @@ def layouts_of(weights: StepWeights) -> dict[str, Any]:
             "gate_up": weights.experts.gate_up.layout, "down": weights.experts.down.layout}
 
 
+def launch_options(code: StepCode) -> dict[str, Any]:
+    """Of the compiler and the launch. Two programs an SM have 384 threads each, idle warps of the producer's group included; 256 where there is no producer."""
+    options = {"num_warps": NUM_WARPS, "launch_cooperative_grid": code.PHASE == "all"}
+    if code.PARTITIONS == 1:
+        options["maxnreg"] = 128 if code.PHASE in ("embed", "attention", "merge", "add", "sample", "finish") else REGISTERS_OF_TWO
+    return options
+
+
 class Pointers(NamedTuple):
     """Every tensor that the kernel is given an address of, by name; the comment is what it points to."""
 
@@ -193,16 +247,17 @@ class Pointers(NamedTuple):
     pages: Any              # i32
     residual: Any           # fp32
     qkv: Any                # fp32
+    squares: Any            # fp32
     mixed: Any              # bf16
     mixed_pairs: Any        # i32: the same
     normed: Any             # bf16
     normed_pairs: Any       # i32: the same
     router_logits: Any      # fp32
-    list_tiles: Any         # i32 [2 programs]: a routing list for every consumer
-    list_experts: Any       # i32
+    list_tiles: Any         # i32 [2 programs]: of a routing list for every consumer, for launches: a resident step has it in registers
+    list_experts: Any       # i32: likewise
     list_pairs: Any         # i32
     list_weights: Any       # fp32
-    list_counts: Any        # i32
+    list_counts: Any        # i32: likewise
     inter: Any              # bf16
     inter_pairs: Any        # i32: the same
     partials: Any           # fp32
@@ -230,7 +285,7 @@ class Pointers(NamedTuple):
 
 POINTER_TYPES = Pointers(**{name: f"*{kind}" for kind, names in {
     "bf16": "embedding attention_norm experts_norm norm qk_norm cache mixed normed inter features",
-    "fp32": "cos sin residual qkv router_logits list_weights partials span_mixed span_stats logits best",
+    "fp32": "cos sin residual qkv router_logits list_weights partials squares span_mixed span_stats logits best",
     "i64": "stamps",
     "i32": "words pages mixed_pairs normed_pairs list_tiles list_experts list_pairs list_counts inter_pairs plan_rows plan_num_rows plan_spans arrivals "
            "taps best_ids next distinct barrier fault stop ring_tokens ring_count host_stop",

@@ -29,6 +29,7 @@ class StepMemory:
     list_counts_RC: Tensor
     best_CS: Tensor          # fp32
     best_ids_CS: Tensor
+    squares_CP: Tensor       # fp32: parts of the sums of squares of the residual
     taps_L: Tensor
     stop: Tensor             # int32 [1], of the device
     stamps: Tensor           # int64
@@ -39,7 +40,7 @@ class StepMemory:
     @staticmethod
     def of(shape: StepShape, code: StepCode, *, max_steps: int, device: torch.device | str) -> "StepMemory":
         """The host's words are in pinned memory where the device is a GPU."""
-        device, lists = torch.device(device), 2 * code.PROGRAMS
+        device, lists = torch.device(device), code.PARTITIONS * code.PROGRAMS
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*size, dtype=dtype, device=device)
@@ -53,7 +54,8 @@ class StepMemory:
         return StepMemory(
             words_8C=words, list_tiles_R=zeros(lists), list_experts_RM=zeros(lists, code.TILES), list_pairs_RM8=zeros(lists, code.TILES, 8),
             list_weights_RM8=zeros(lists, code.TILES, 8, dtype=torch.float32), list_counts_RC=zeros(lists, code.C),
-            best_CS=zeros(code.C, SLICES, dtype=torch.float32), best_ids_CS=zeros(code.C, SLICES), taps_L=taps_of(shape).to(device), stop=zeros(1),
+            best_CS=zeros(code.C, SLICES, dtype=torch.float32), best_ids_CS=zeros(code.C, SLICES),
+            squares_CP=zeros(code.C, code.SQUARES, dtype=torch.float32), taps_L=taps_of(shape).to(device), stop=zeros(1),
             stamps=zeros(shape.num_layers * LAYER_STAMPS + 4, dtype=torch.int64), ring_tokens_NC=shared(max_steps, code.C), ring_count=shared(1),
             host_stop=shared(1))
 
@@ -63,8 +65,8 @@ class StepMemory:
         found = Pointers(
             words=self.words_8C, embedding=w.embedding_VD, attention_norm=w.attention_norm_LD, experts_norm=w.experts_norm_LD, norm=w.norm_D,
             qk_norm=w.attention_norm_LD if w.qk_norm_LHK is None else w.qk_norm_LHK, cos=s.cos_NK, sin=s.sin_NK, cache=s.cache, pages=s.pages_SP,
-            residual=s.residual_CD, qkv=s.qkv_SCW, mixed=s.mixed_CW, mixed_pairs=s.mixed_CW.view(torch.int32), normed=s.normed_CD,
-            normed_pairs=s.normed_CD.view(torch.int32), router_logits=s.router_logits_CE, list_tiles=self.list_tiles_R, list_experts=self.list_experts_RM,
+            residual=s.residual_CD, qkv=s.qkv_SCW, squares=self.squares_CP, mixed=s.mixed_CW, mixed_pairs=s.mixed_CW.view(torch.int32), normed=s.normed_CD,
+            normed_pairs=s.normed_CD.view(torch.int32), router_logits=s.router_logits_SCE, list_tiles=self.list_tiles_R, list_experts=self.list_experts_RM,
             list_pairs=self.list_pairs_RM8, list_weights=self.list_weights_RM8, list_counts=self.list_counts_RC, inter=s.inter_MCF,
             inter_pairs=s.inter_MCF.view(torch.int32), partials=s.partials_RD, plan_rows=space.plan.rows_N8, plan_num_rows=space.plan.num_rows,
             plan_spans=space.plan.spans_C, span_mixed=space.mixed, span_stats=space.stats, arrivals=space.arrivals, taps=self.taps_L, features=s.features_CXD,

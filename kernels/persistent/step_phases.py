@@ -3,7 +3,8 @@
 # ruff: noqa: SIM102 (one condition may be known when compiling and the next not)
 """The phases of a step as a consumer runs them: what lies in shared memory where, and which buffer each reads and writes.
 
-m: (ring, full, empty, area, pair, met, squares, keys, go, done, word, scales of gate and up, scales of down); p: step_code.Pointers.
+m: (ring, full, empty, area, pair, met, squares, keys, go, done, word, scales of gate and up, scales of down, ends of tiles,
+the other's go, listed, the other's done); p: step_code.Pointers.
 Columns beyond eight are taken a tile at a time, each with the weights streamed again: a column's operations stay what they are in a step of eight.
 """
 
@@ -12,15 +13,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..moe.device import consume_down, consume_gate_up, first_down_columns
+from ..moe.rolled import first_pairs, parts_at_once, roll_down, roll_gate_up
 from ..moe.routing import TILE_COLUMNS
-from ..moe.stream import cta_barrier, here, program, row_major
-from .attention_device import attend, fetch_first_values, operand
-from .dense_device import consume_dense, meet
+from ..moe.stream import cta_barrier, here, program, row_major, stage_range, tiles_of_ends
+from .attention_device import attend, prepare, value_width
+from .attention_rows import operand, staged_rows
 from .fragments import NUM_WARPS
+from .merge_device import merge_columns, spans_of_row
 from .plan import CHUNK, plan_step
-from .router import choose_and_route
+from .router import choose_experts, clear_list, write_list, write_weights
 from .sample_device import best_of_column, finish, sample_slices
 from .step_code import SLICES
+from .step_dense import exchange_of
 
 _WARPS = gl.constexpr(NUM_WARPS)
 _CHUNK = gl.constexpr(CHUNK)
@@ -29,16 +33,9 @@ _SLICES = gl.constexpr(SLICES)
 
 
 @gluon.jit
-def program_list(WARPS: gl.constexpr, PART: gl.constexpr):
+def program_list(WARPS: gl.constexpr, S: gl.constexpr, PART: gl.constexpr):
     """Which routing list is a consumer's, and its producer's."""
-    return program(WARPS) * 2 + PART
-
-
-@gluon.jit
-def live_of(words_ptr, tile, S: gl.constexpr):
-    """A bit for every column of a tile that lives."""
-    c = gl.arange(0, 8, gl.BlockedLayout([1], [32], [_WARPS], [0]))
-    return gl.sum((gl.load(words_ptr + S.C + tile * 8 + c) >= 0).to(gl.int32) << c, 0)
+    return program(WARPS) * S.PARTITIONS + PART
 
 
 # --- shared memory ---
@@ -49,171 +46,212 @@ def attention_buffers(m, S: gl.constexpr):
     """`attention_device.make_buffers`, in memory that products use too, except for the keys."""
     area, keys = m[3], m[7]
     K: gl.constexpr = operand(S.HALF)
-    VALUE_UNITS: gl.constexpr = _CHUNK * S.HALF * 2 // 1024
-    QUERY_UNITS: gl.constexpr = S.QUERY_ROWS * S.HALF * 2 // 1024
-    k_lo = keys.index(0)._reinterpret(gl.bfloat16, [_CHUNK // 8, 8, S.HALF], K)
-    k_hi = keys.index(1)._reinterpret(gl.bfloat16, [_CHUNK // 8, 8, S.HALF], K)
-    v_lo = area.index(0)._reinterpret(gl.bfloat16, [_CHUNK // 8, 8, S.HALF], K)
-    v_hi = area.index(VALUE_UNITS)._reinterpret(gl.bfloat16, [_CHUNK // 8, 8, S.HALF], K)
-    q_lo = area.index(S.QUERY_UNIT)._reinterpret(gl.bfloat16, [S.QUERY_ROWS // 32, 32, S.HALF], K)
-    q_hi = area.index(S.QUERY_UNIT + QUERY_UNITS)._reinterpret(gl.bfloat16, [S.QUERY_ROWS // 32, 32, S.HALF], K)
-    weights = area.index(S.QUERY_UNIT + 2 * QUERY_UNITS)._reinterpret(gl.bfloat16, [S.QUERY_ROWS, _CHUNK], operand(_CHUNK))
-    return k_lo, k_hi, v_lo, v_hi, q_lo, q_hi, weights
-
-
-@gluon.jit
-def _exchange(m, S: gl.constexpr, PART: gl.constexpr):
-    return m[3].index(S.EXCHANGE_UNIT + PART * S.EXCHANGE_UNITS)._reinterpret(gl.float32, [S.EXCHANGE], row_major(1))
-
-
-@gluon.jit
-def _activations(m, S: gl.constexpr):
-    return m[3].index(0)._reinterpret(gl.int32, [S.POSITIONS * 128], row_major(1))
-
-
-# --- dense ---
-
-
-@gluon.jit
-def _dense_tile(m, slot, phase, turn, x_ptr, norm, out_ptr, live, W: gl.constexpr, NORM: gl.constexpr, ADD: gl.constexpr, S: gl.constexpr,
-                PART: gl.constexpr, copy_ptr):
-    return consume_dense(m[0], m[1], m[2], slot, phase, _exchange(m, S, PART), m[4], m[5], turn, _activations(m, S), m[6], x_ptr, norm, out_ptr, out_ptr,
-                         live, NORM, S.EPS, ADD, W.ROWS, W.DEPTH, W.DEPTH_WARPS, W.NUM_BLOCKS, W.PAIRS, W.SPLITS, W.STAGE_BLOCKS, S.SLOT_UNITS, S.STAGES,
-                         PART, 2, S.PROGRAMS, _WARPS, copy_ptr, S.C)
-
-
-@gluon.jit
-def _dense(m, p, slot, phase, turn, x_ptr, norm, out_ptr, live, W: gl.constexpr, NORM: gl.constexpr, ADD: gl.constexpr, S: gl.constexpr,
-           PART: gl.constexpr, copy_ptr=None):
-    """x_ptr: a row of W.DEPTH numbers a column; with NORM fp32, else pairs of bf16."""
-    ROW: gl.constexpr = W.DEPTH if NORM else W.DEPTH // 2
-    if S.COLUMN_TILES == 1:
-        slot, phase, turn = _dense_tile(m, slot, phase, turn, x_ptr, norm, out_ptr, live, W, NORM, ADD, S, PART, copy_ptr)
-    else:
-        for tile in range(S.COLUMN_TILES):
-            if not NORM:
-                turn = meet(m[5], turn)     # a norm begins with one; nobody still reads what the tile before shared
-            its_copy = copy_ptr
-            if copy_ptr is not None:
-                its_copy = copy_ptr + tile * (8 * W.DEPTH)
-            slot, phase, turn = _dense_tile(m, slot, phase, turn, x_ptr + tile * (8 * ROW), norm, out_ptr + tile * (8 * W.ROWS),
-                                            live_of(p.words, tile, S), W, NORM, ADD, S, PART, its_copy)
-    return slot, phase, turn
-
-
-@gluon.jit
-def qkv_phase(m, p, slot, phase, turn, live, norm, S: gl.constexpr, PART: gl.constexpr):
-    W: gl.constexpr = S.qkv
-    return _dense(m, p, slot, phase, turn, p.residual, norm, p.qkv, live, W, True, False, S, PART)
-
-
-@gluon.jit
-def out_phase(m, p, slot, phase, turn, live, S: gl.constexpr, PART: gl.constexpr):
-    W: gl.constexpr = S.out
-    return _dense(m, p, slot, phase, turn, p.mixed_pairs, (), p.residual, live, W, False, True, S, PART)
-
-
-@gluon.jit
-def router_phase(m, p, slot, phase, turn, live, norm, S: gl.constexpr, PART: gl.constexpr):
-    W: gl.constexpr = S.router
-    return _dense(m, p, slot, phase, turn, p.residual, norm, p.router_logits, live, W, True, False, S, PART, p.normed)
-
-
-@gluon.jit
-def head_phase(m, p, slot, phase, turn, live, norm, S: gl.constexpr, PART: gl.constexpr):
-    W: gl.constexpr = S.head
-    return _dense(m, p, slot, phase, turn, p.residual, norm, p.logits, live, W, True, False, S, PART)
+    VALUES: gl.constexpr = value_width(S.HALF)
+    STAGED: gl.constexpr = staged_rows(S.QUERIES)
+    v = area.index(0)._reinterpret(gl.bfloat16, [VALUES // 64 * S.KEYS // 8, 8, 64], operand(64))
+    q = area.index(S.QUERY_UNIT)._reinterpret(gl.bfloat16, [2 * STAGED // 16, 16, S.HALF], K)
+    weights = area.index(S.QUERY_UNIT + 2 * STAGED * S.HALF * 2 // 1024)._reinterpret(gl.bfloat16, [S.KEYS, S.QUERIES], operand(S.QUERIES))
+    return keys, v, q, weights
 
 
 # --- attention, by the first consumer of an SM ---
 
 
 @gluon.jit
-def attention_phase(m, p, layer, table_width, cache_pages, S: gl.constexpr):
-    """Behind `fetch_first_keys`."""
-    buffers = attention_buffers(m, S)
-    cache = p.cache + layer.to(gl.int64) * cache_pages * (2 * S.G * _CHUNK * 2 * S.HALF)
-    number = program(_WARPS)
-    fetch_first_values(buffers, cache, p.pages, p.plan_rows, p.plan_num_rows, table_width, number, S.G, S.HALF, _WARPS)
-    attend(buffers, p.qkv, p.qk_norm + layer * ((S.H + S.G) * 2 * S.HALF), p.cos, p.sin, cache, p.pages, p.plan_rows, p.plan_num_rows, p.span_mixed,
-           p.span_stats, p.arrivals, p.mixed, table_width, number, S.PROGRAMS, S.C, S.H, S.G, S.HALF, S.SCALE, S.QK_EPS, S.QK_NORM, S.WINDOW, True, _WARPS,
-           S.qkv.SPLITS)
+def _cache_of(p, layer, cache_pages, S: gl.constexpr):
+    return p.cache + layer.to(gl.int64) * cache_pages * (2 * S.G * _CHUNK * 2 * S.HALF)
+
+
+@gluon.jit
+def _norms_of(p, layer, S: gl.constexpr):
+    return p.qk_norm + layer * ((S.H + S.G) * 2 * S.HALF)
+
+
+@gluon.jit
+def prepare_attention(m, p, layer, table_width, cache_pages, S: gl.constexpr):
+    """What does not need this layer's queries, keys and values, ahead of the barrier."""
+    return prepare(m[7], _norms_of(p, layer, S), _cache_of(p, layer, cache_pages, S), p.pages, p.plan_rows, p.plan_num_rows, table_width, program(_WARPS), S.H,
+                   S.G, S.HALF, S.QK_NORM, S.KEYS, _WARPS)
+
+
+@gluon.jit
+def attention_phase(m, p, item, layer, table_width, cache_pages, S: gl.constexpr):
+    """item: of `prepare_attention`."""
+    attend(item, attention_buffers(m, S), p.qkv, _norms_of(p, layer, S), p.cos, p.sin, _cache_of(p, layer, cache_pages, S), p.pages,
+           p.plan_rows, p.span_mixed, p.span_stats, p.arrivals, p.mixed, table_width, program(_WARPS), p.stamps, S.PROGRAMS, S.C, S.H, S.G, S.HALF, S.SCALE,
+           S.QK_EPS, S.QK_NORM, S.WINDOW, S.LAST_MERGES, S.KEYS, S.QUERIES, S.qkv.SPLITS, False, _WARPS)
+
+
+@gluon.jit
+def spans_to_merge(p, S: gl.constexpr, PART: gl.constexpr):
+    """For `merge_phase`, ahead of the barrier."""
+    return spans_of_row(p.plan_spans, program_list(_WARPS, S, PART), S.C, S.H, S.G)
+
+
+@gluon.jit
+def merge_phase(p, spans, S: gl.constexpr, PART: gl.constexpr):
+    """Behind the attention of all programs, unless the last item of each run and head has merged."""
+    merge_columns(p.span_mixed, p.span_stats, p.plan_spans, p.mixed, program_list(_WARPS, S, PART), spans, S.PROGRAMS * S.PARTITIONS, S.C, S.H, S.G, S.HALF,
+                  _WARPS)
 
 
 # --- experts ---
 
 
 @gluon.jit
-def gate_up_phase(m, p, slot, phase, layer, S: gl.constexpr, PART: gl.constexpr):
-    """The list, a signal to the producer, gate and up. Returns the ring's position and the columns of the first tile of down."""
-    number = program_list(_WARPS, PART)
-    tiles, experts, pairs = p.list_tiles + number, p.list_experts + number * S.TILES, p.list_pairs + number * (S.TILES * _COLUMNS)
-    choose_and_route(p.router_logits, p.words + S.C, tiles, experts, pairs, p.list_weights + number * (S.TILES * _COLUMNS), p.list_counts + number * S.C, S.C,
-                     S.E, S.K, S.EXPERTS, S.TILES, S.PADDED_TILES, S.NORMALIZE, _WARPS)
-    cta_barrier()   # the list is there for all threads
+def _table(m, S: gl.constexpr, PART: gl.constexpr):
+    return m[3].index(0 if S.ROLLED_DENSE else PART * S.TABLE_UNITS)._reinterpret(gl.int32, [S.C * S.EXPERTS // 4], row_major(1))
+
+
+@gluon.jit
+def list_number(WARPS: gl.constexpr, S: gl.constexpr, PART: gl.constexpr):
+    """The routing list that a consumer, and its producer, goes by."""
+    OWNER: gl.constexpr = 0 if S.ONE_LIST else PART
+    return program_list(WARPS, S, OWNER)
+
+
+@gluon.jit
+def _list(p, S: gl.constexpr, PART: gl.constexpr):
+    """Pairs and weights of a consumer's routing list."""
+    at = list_number(_WARPS, S, PART) * (S.TILES * _COLUMNS)
+    return p.list_pairs + at, p.list_weights + at
+
+
+@gluon.jit
+def _stamp_launch(p, place, PART: gl.constexpr):
+    """In a launch of gate and up: when the first consumer begins, has its list, has its first weights, and ends, in ns."""
+    if PART == 0:
+        if program(_WARPS) == 0:
+            i = gl.arange(0, 32, gl.BlockedLayout([1], [32], [_WARPS], [0]))
+            now = gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [i], dtype=gl.int64, is_pure=False, pack=1)
+            gl.store(p.stamps + place + i, now, mask=i == 0)
+
+
+@gluon.jit
+def _make_list(m, p, layer, S: gl.constexpr, PART: gl.constexpr):
+    """The choice, a signal to the producer, the list. Returns the number of tiles and the first pairs."""
+    number = list_number(_WARPS, S, PART)
+    pairs, weights = _list(p, S, PART)
+    clear_list(pairs, weights, S.TILES, S.PADDED_TILES, S.PHASE == "gate_up", _WARPS)
+    table = _table(m, S, PART)
+    num_tiles, distinct, chosen = choose_experts(p.router_logits, p.words + S.C, table, m[13], S.C, S.E, S.K, S.EXPERTS, _WARPS, S.router.SPLITS)
+    cta_barrier()   # where tiles end is there for the producer, and the list is clear for all threads
     mbarrier.arrive(m[8], count=1)
-    num_tiles = gl.load(tiles)
-    slot, phase = consume_gate_up(m[0], m[11], _exchange(m, S, PART), m[1], m[2], slot, phase, p.normed_pairs, p.inter, p.list_weights, experts, pairs, 0,
-                                  num_tiles, S.K, S.F, "silu", False, S.up.DEPTH, S.up.DEPTH_WARPS, S.up.NUM_STEPS, 1, S.up.PARTS, S.up.TILE_STAGES,
-                                  S.SLOT_UNITS, S.STAGES, PART, 2, S.PROGRAMS, _WARPS, True)
-    if PART == 1:
-        if number == 1:
-            _count_experts(p, tiles, experts, layer, S)
-    return slot, phase, _down_columns(p, S, PART)
+    if S.ONE_LIST:
+        mbarrier.arrive(m[14], count=1)
+    written = write_list(p.router_logits, p.words + S.C, table, chosen, num_tiles, p.list_tiles + number, p.list_experts + number * S.TILES, pairs, weights,
+                         p.list_counts + number * S.C, S.C, S.E, S.K, S.EXPERTS, S.TILES, S.PADDED_TILES, S.NORMALIZE, S.PHASE == "gate_up", _WARPS,
+                         S.router.SPLITS)
+    cta_barrier()   # the pairs are there for all threads
+    pair_g = _first_pairs(pairs, num_tiles, S, PART)
+    write_weights(written, weights, S.C, S.E, S.EXPERTS, S.NORMALIZE, _WARPS)
+    if S.ONE_LIST:
+        cta_barrier()
+        mbarrier.arrive(m[15], count=1)
+    if number <= 1:
+        gl.store(p.distinct + layer, distinct)     # by both consumers of the first program, if both have it: the same
+    return num_tiles, pair_g
 
 
 @gluon.jit
-def _count_experts(p, tiles, experts, layer, S: gl.constexpr):
-    """The distinct ones of a list, in which those of one expert are neighbours."""
-    tile = here(gl.arange(0, S.PADDED_TILES, gl.BlockedLayout([1], [32], [_WARPS], [0])))
-    inside = tile < gl.load(tiles)
-    mine = gl.load(experts + tile, mask=inside, other=-1)
-    before = gl.load(experts + (tile - 1), mask=inside & (tile > 0), other=-1)
-    gl.store(p.distinct + layer, gl.sum((inside & (mine != before)).to(gl.int32), 0))
+def _first_pairs(pairs, num_tiles, S: gl.constexpr, PART: gl.constexpr):
+    if S.ROLLED:
+        return first_pairs(pairs, num_tiles, S.up.TILE_STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
+    else:
+        return ()
 
 
 @gluon.jit
-def _down_columns(p, S: gl.constexpr, PART: gl.constexpr):
-    number = program_list(_WARPS, PART)
-    at = number * (S.TILES * _COLUMNS)
-    return first_down_columns(p.list_pairs + at, p.list_weights + at, gl.load(p.list_tiles + number), S.down.DEPTH_WARPS, 1, S.down.PARTS,
-                              S.down.TILE_STAGES, PART, 2, S.PROGRAMS, _WARPS)
+def gate_up_phase(m, p, slot, phase, layer, lists, S: gl.constexpr, PART: gl.constexpr):
+    """The list, and gate and up. lists: how many were made before. Returns the ring's position and what down begins with."""
+    if S.PROFILE and S.PHASE == "gate_up":
+        _stamp_launch(p, 0, PART)
+    pairs, _ = _list(p, S, PART)
+    if S.ONE_LIST and PART == 1:
+        mbarrier.wait(m[15], lists & 1)
+        num_tiles = tiles_of_ends(m[13], _WARPS)
+        pair_g = _first_pairs(pairs, num_tiles, S, PART)
+    else:
+        num_tiles, pair_g = _make_list(m, p, layer, S, PART)
+    if S.PROFILE and S.PHASE == "gate_up":
+        _stamp_launch(p, 1, PART)
+        first, last = stage_range(num_tiles, S.up.TILE_STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
+        if first < last:
+            mbarrier.wait(m[1].index(slot), phase)
+        _stamp_launch(p, 2, PART)
+    if S.ROLLED:
+        slot, phase = roll_gate_up(m[0], m[11], exchange_of(m, S, PART), m[1], m[2], slot, phase, pair_g, p.normed_pairs, p.inter, pairs, num_tiles, S.K, S.F,
+                                   "silu", S.up.DEPTH, S.up.DEPTH_WARPS, S.up.NUM_STEPS, S.up.PARTS, S.up.TILE_STAGES, S.SLOT_UNITS, S.STAGES, PART,
+                                   S.PARTITIONS, S.PROGRAMS, _WARPS)
+    else:
+        slot, phase = consume_gate_up(m[0], m[11], exchange_of(m, S, PART), m[1], m[2], slot, phase, p.normed_pairs, p.inter, p.list_weights, p.list_experts,
+                                      pairs, 0, num_tiles, S.K, S.F, "silu", False, S.up.DEPTH, S.up.DEPTH_WARPS, S.up.NUM_STEPS, 1, S.up.PARTS,
+                                      S.up.TILE_STAGES, S.SLOT_UNITS, S.STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS, True)
+    if S.PROFILE and S.PHASE == "gate_up":
+        _stamp_launch(p, 3, PART)
+    cta_barrier()   # the weights are there for all threads
+    return slot, phase, (num_tiles, _down_columns(p, num_tiles, S, PART))
 
 
 @gluon.jit
-def down_phase(m, p, slot, phase, columns, S: gl.constexpr, PART: gl.constexpr):
-    """columns: of `gate_up_phase`; () in a launch of its own."""
-    number = program_list(_WARPS, PART)
-    at = number * (S.TILES * _COLUMNS)
+def _down_columns(p, num_tiles, S: gl.constexpr, PART: gl.constexpr):
+    pairs, weights = _list(p, S, PART)
+    PARTS: gl.constexpr = parts_at_once(S.down.PARTS, S.down.DEPTH_WARPS) if S.ROLLED else S.down.PARTS
+    return first_down_columns(pairs, weights, num_tiles, S.down.DEPTH_WARPS, 1, PARTS, S.down.TILE_STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
+
+
+@gluon.jit
+def down_phase(m, p, slot, phase, begin, S: gl.constexpr, PART: gl.constexpr):
+    """begin: of `gate_up_phase`; () in a launch of its own."""
+    pairs, weights = _list(p, S, PART)
     if S.PHASE == "down":
-        columns = _down_columns(p, S, PART)
-    return consume_down(m[0], m[12], _exchange(m, S, PART), m[1], m[2], slot, phase, columns, p.inter_pairs, p.partials, p.list_weights,
-                        p.list_experts + number * S.TILES, p.list_pairs + at, p.list_weights + at, 0, gl.load(p.list_tiles + number), S.D, False,
-                        S.down.DEPTH, S.down.DEPTH_WARPS, S.down.NUM_STEPS, 1, S.down.PARTS, S.down.TILE_STAGES, S.SLOT_UNITS, S.STAGES, PART, 2, S.PROGRAMS,
-                        _WARPS, True)
+        num_tiles = gl.load(p.list_tiles + list_number(_WARPS, S, PART))
+        columns = _down_columns(p, num_tiles, S, PART)
+    else:
+        num_tiles, columns = begin
+    if S.ROLLED:
+        return roll_down(m[0], m[12], exchange_of(m, S, PART), m[1], m[2], slot, phase, columns, p.inter_pairs, p.partials, pairs, weights, num_tiles, S.D,
+                         S.down.DEPTH, S.down.DEPTH_WARPS, S.down.NUM_STEPS, S.down.PARTS, S.down.TILE_STAGES, S.SLOT_UNITS, S.STAGES, PART, S.PARTITIONS,
+                         S.PROGRAMS, _WARPS)
+    else:
+        return consume_down(m[0], m[12], exchange_of(m, S, PART), m[1], m[2], slot, phase, columns, p.inter_pairs, p.partials, p.list_weights, p.list_experts,
+                            pairs, weights, 0, num_tiles, S.D, False, S.down.DEPTH, S.down.DEPTH_WARPS, S.down.NUM_STEPS, 1, S.down.PARTS,
+                            S.down.TILE_STAGES, S.SLOT_UNITS, S.STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS, True)
+
+
+@gluon.jit
+def _leave_squares(p, column, block, values, live, S: gl.constexpr):
+    """For the norm of rolled products: the sum of squares of a block of a column's residual."""
+    if S.ROLLED_DENSE:
+        gl.store(p.squares + column * S.SQUARES + block, gl.sum(values * values, 0), mask=live)
 
 
 @gluon.jit
 def add_phase(p, layer, num_taps, S: gl.constexpr, PART: gl.constexpr):
-    """The residual plus every column's partials, by rank; handed out if the layer is tapped."""
+    """The residual plus every column's partials, by rank; handed out if the layer is tapped. No load waits for another.
+
+    It and its boundary would go if an SM had 16 rows of every expert (128 of 132 SMs, at 2048 rows): it would meet a column's experts in the order of ranks
+    and add them itself, without partials (66 KB a column written and read). But then every stage has other activations, which a down product loads for some
+    24 KB of weights: not done.
+    """
     WIDTH: gl.constexpr = _WARPS * 32
     BLOCKS: gl.constexpr = (S.D + WIDTH - 1) // WIDTH
     RANKS: gl.constexpr = S.K
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
     lane = here(gl.arange(0, WIDTH, LANES))
-    number = program_list(_WARPS, PART)
     tap = gl.load(p.taps + layer)
-    for block in range(number, S.C * BLOCKS, S.PROGRAMS * 2):
+    for block in range(program_list(_WARPS, S, PART), S.C * BLOCKS, S.PROGRAMS * S.PARTITIONS):
         column = block // BLOCKS
         d = (block % BLOCKS) * WIDTH + lane
-        count = gl.load(p.list_counts + number * S.C + column)
-        live = (d < S.D) & (count > 0)
-        before = gl.load(p.residual + column * S.D + d, mask=live, other=0.0, cache_modifier=".cg")
+        slot = gl.load(p.words + S.C + column)
+        before = gl.load(p.residual + column * S.D + d, mask=d < S.D, other=0.0, cache_modifier=".cg")
         total = gl.zeros((WIDTH,), gl.float32, LANES)
         for rank in gl.static_range(RANKS):
-            total += gl.load(p.partials + (column * S.K + rank) * S.D + d, mask=live & (rank < count), other=0.0, cache_modifier=".cg")
+            total += gl.load(p.partials + (column * S.K + rank) * S.D + d, mask=d < S.D, other=0.0, cache_modifier=".cg")
+        live = (d < S.D) & (slot >= 0)      # such a column has S.K experts
         after = before + total
         gl.store(p.residual + column * S.D + d, after, mask=live)
+        _leave_squares(p, column, block % BLOCKS, gl.where(live, after, 0.0), slot >= 0, S)
         gl.store(p.features + (column * num_taps + tap) * S.D + d, after.to(gl.bfloat16), mask=live & (tap >= 0))
 
 
@@ -226,7 +264,7 @@ def embed_phase(p, step, S: gl.constexpr, PART: gl.constexpr):
     WIDTH: gl.constexpr = _WARPS * 32
     BLOCKS: gl.constexpr = (S.D + WIDTH - 1) // WIDTH
     lane = here(gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [_WARPS], [0])))
-    for block in range(program_list(_WARPS, PART), S.C * BLOCKS, S.PROGRAMS * 2):
+    for block in range(program_list(_WARPS, S, PART), S.C * BLOCKS, S.PROGRAMS * S.PARTITIONS):
         column = block // BLOCKS
         d = (block % BLOCKS) * WIDTH + lane
         live = gl.load(p.words + S.C + column) >= 0
@@ -237,19 +275,22 @@ def embed_phase(p, step, S: gl.constexpr, PART: gl.constexpr):
         token = gl.where((token >= 0) & (token < S.V), token, 0)     # behind a fault it may be anything
         value = gl.load(p.embedding + token.to(gl.int64) * S.D + d, mask=live & (d < S.D), other=0.0)
         gl.store(p.residual + column * S.D + d, value.to(gl.float32), mask=live & (d < S.D))
+        _leave_squares(p, column, block % BLOCKS, value.to(gl.float32), live, S)
     if PART == 0:
         if program(_WARPS) == S.PROGRAMS - 1:
-            plan_step(p.words + S.C, p.words + 2 * S.C, p.plan_rows, p.plan_num_rows, p.plan_spans, S.C, S.CLASSES, S.WINDOW, _WARPS, step)
+            plan_step(p.words + S.C, p.words + 2 * S.C, p.plan_rows, p.plan_num_rows, p.plan_spans, S.C, S.CLASSES, S.WINDOW,
+                      S.PROGRAMS // S.G, S.PART_COLUMNS, _WARPS, step)
 
 
 @gluon.jit
 def sample_phase(p, step, S: gl.constexpr, PART: gl.constexpr):
-    sample_slices(p, program_list(_WARPS, PART), step, S.C, S.V, _SLICES, S.PROGRAMS, S.PHASE == "all" and PART == 1, _WARPS)
+    sample_slices(p, program_list(_WARPS, S, PART), step, S.C, S.V, _SLICES, S.PARTITIONS, S.PROGRAMS,
+                  S.PHASE == "all" and PART == S.PARTITIONS - 1, _WARPS)
 
 
 @gluon.jit
 def finish_phase(p, step, S: gl.constexpr, PART: gl.constexpr):
     """The tokens of the step, for whoever launched it, by the first program."""
-    if PART == 1:
+    if PART == S.PARTITIONS - 1:
         if program(_WARPS) == 0:
             finish(p, step, S.C, S.V, _SLICES, S.PHASE == "all", _WARPS)

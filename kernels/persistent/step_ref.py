@@ -94,7 +94,7 @@ class StepRef:
         chosen = torch.zeros(s.num_columns, shape.experts_per_token, device=norm.device)
         for c in columns:
             s.normed_CD[c] = normalize_ref(s.residual_CD[c:c + 1], norm, eps=shape.rms_eps, dtype=self.dtype)[0]
-            s.router_logits_CE[c] = self._dense("router", s.residual_CD[c], layer=layer, norm_D=norm)
+            s.router_logits_SCE[:, c] = self._sums("router", s.residual_CD[c], layer=layer, norm_D=norm)
             ids[c:c + 1], chosen[c:c + 1] = choose_ref(s.router_logits_CE[c:c + 1].float(), inputs.slots_C[c:c + 1],
                                                        experts_per_token=shape.experts_per_token, normalize=shape.normalize_router_weights)
         for into, made in zip(s.routing.tensors(), route_ref(ids, chosen, num_experts=shape.num_experts).tensors(), strict=True):

@@ -7,7 +7,7 @@
                   bitwise among others; sampled tokens; the host's word and a barrier that is given up. Stops at the first wrong phase and names it
     --time        Qwen3-30B-A3B, 48 layers, random weights: us a step with 1 and 8 sequences behind a context of 512, of the resident kernel (the slope between
                   launches of 4 and 16 steps, and one step a launch) and of a CUDA graph of launches; bytes and percent of the read stream of the same run;
-                  us of each phase by a clock in the kernel, and by a graph of that phase alone for all layers
+                  us of each phase by a clock in the kernel, and by a graph of that phase alone for all layers; at the end one table of all variants
 """
 
 import argparse
@@ -27,13 +27,14 @@ from bench_moe import read_stream, timed_us
 from machine import environment
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
-from step_checks import Case, check_alone, check_ends, check_phases, check_resident, check_steps  # noqa: E402
-from step_compile import SHAPES  # noqa: E402
+from step_checks import Case, check_alone, check_ends, check_phases, check_resident, check_same, check_steps  # noqa: E402
+from step_compile import OTHERS, SHAPES, VARIANTS  # noqa: E402
 
 from kilotok.kernels.persistent import StepInputs, StepShape  # noqa: E402
-from kilotok.kernels.persistent.step import LAYER_PHASES  # noqa: E402
+from kilotok.kernels.persistent.step import LAYER_PHASES, StepKernel, layer_phases  # noqa: E402
 from kilotok.kernels.persistent.step_code import PHASES  # noqa: E402
 
+ALL = VARIANTS | OTHERS
 CONTEXT = 512
 STEPS = (4, 16)
 REPEATS = 9
@@ -50,21 +51,24 @@ def small(name: str, *, layers: int) -> StepShape:
 # --- compile ---
 
 
-def _compile(task: tuple[str, int, str, bool]) -> str:
-    name, columns, phase, profile = task
+def _compile(task: tuple[str, int, str, bool, str]) -> str:
+    name, columns, phase, profile, variant = task
     started = time.time()
-    kernel = Case(small(name, layers=1), num_columns=columns, seed=1, context=0, profile=profile).kernel
+    kernel = Case(small(name, layers=1), num_columns=columns, seed=1, context=0, profile=profile, variant=ALL[variant]).kernel
     ready = time.time()
-    kernel.compile(phase)
-    return f"{name} C {columns} {phase}{' profiled' if profile else ''}: {time.time() - ready:.1f} s (and {ready - started:.1f} s before)"
+    built = kernel.compile(phase)
+    what = f"{name}, {variant}, C {columns} {phase}{' profiled' if profile else ''}, {built.metadata.shared / 1024:.1f} KB shared"
+    return f"{what}: {time.time() - ready:.1f} s (and {ready - started:.1f} s before)"
 
 
-def compile_all(names: list[str]) -> None:
+def compile_all(names: list[str], variants: list[str]) -> None:
     """One process a kernel, the slow ones first."""
     started = time.time()
-    tasks = [(name, 8, "all", False) for name in names] + ([("Qwen3-30B-A3B", 8, "all", True)] if "Qwen3-30B-A3B" in names else [])
-    tasks += [("pocket", 16, "all", False)] if "pocket" in names else []
-    tasks += [(name, 8, phase, False) for phase in ("gate_up", "attention", *(p for p in PHASES if p not in ("gate_up", "attention"))) for name in names]
+    tasks = [(name, 8, "all", False, variant) for variant in variants for name in names if variant in VARIANTS or name == "Qwen3-30B-A3B"]
+    tasks += [("Qwen3-30B-A3B", 8, "all", True, variant) for variant in variants if "Qwen3-30B-A3B" in names]
+    tasks += [("pocket", 16, "all", False, variant) for variant in variants if "pocket" in names and variant in VARIANTS]
+    tasks += [(name, 8, phase, False, variant) for phase in ("gate_up", "attention", *(p for p in PHASES if p not in ("gate_up", "attention", "merge")))
+              for name in names for variant in variants if variant in VARIANTS]
     workers = min(len(tasks), max(1, (os.cpu_count() or 4) - 2), 14)
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for line in pool.imap_unordered(_compile, tasks, chunksize=1):
@@ -75,8 +79,10 @@ def compile_all(names: list[str]) -> None:
 # --- checks ---
 
 
-def check(names: list[str], *, repeats: int) -> None:
+def check(names: list[str], *, repeats: int, variant: str) -> None:
     started = time.time()
+    print(f"--- {variant} ---", flush=True)
+    how = ALL[variant]
 
     def said(what: str) -> None:
         torch.cuda.synchronize()
@@ -84,7 +90,7 @@ def check(names: list[str], *, repeats: int) -> None:
 
     if "pocket" in names:
         for seed in (1, 2):
-            case = Case(small("pocket", layers=4), num_columns=8, seed=seed, context=300 if seed == 1 else 0)
+            case = Case(small("pocket", layers=4), num_columns=8, seed=seed, context=300 if seed == 1 else 0, variant=how)
             for live, layout in LAYOUTS.items():
                 inputs = case.inputs(layout, seed=live)
                 worst = check_phases(case, inputs)
@@ -100,14 +106,18 @@ def check(names: list[str], *, repeats: int) -> None:
             said("pocket: columns alone bitwise among others")
             check_phases(case, case.inputs([(c, 1) for c in range(8)], seed=11, temperature=0.8))
             said("pocket: sampled tokens are the twin's")
+        if how.per_sm == 2:
+            other = StepKernel(case.weights, case.state, **replace(how, per_sm=1).kernel)
+            check_same(case, apart, other, what="one program an SM against two")
+            said("pocket: two programs an SM bitwise one of two consumers")
         check_ends(case, apart)
         said("pocket: ended by the host, and by a barrier that was given up")
-        wide = Case(small("pocket", layers=4), num_columns=16, seed=3, context=200)
+        wide = Case(small("pocket", layers=4), num_columns=16, seed=3, context=200, variant=how)
         inputs = wide.inputs([(c, 1) for c in range(0, 16, 2)] + [(9, 1)], seed=4)
         wide.fresh(inputs)
         wide.kernel.run(inputs)
         wide.kernel.check_fault()
-        narrow = Case(small("pocket", layers=4), num_columns=8, seed=3, context=200)
+        narrow = Case(small("pocket", layers=4), num_columns=8, seed=3, context=200, variant=how)
         narrow.cache.copy_(wide.cache[:, : narrow.cache.shape[1]])
         narrow.state.pages_SP.copy_(torch.arange(narrow.state.pages_SP.numel(), device="cuda").to(torch.int32).view_as(narrow.state.pages_SP))
         for slot in (0, 1, 8):     # the slots' pages where the narrow case has them
@@ -124,7 +134,7 @@ def check(names: list[str], *, repeats: int) -> None:
     for name in names:
         if name == "pocket":
             continue
-        case = Case(small(name, layers=2), num_columns=8, seed=5, context=CONTEXT - 1)
+        case = Case(small(name, layers=2), num_columns=8, seed=5, context=CONTEXT - 1, variant=how)
         for live in (8, 1):
             inputs = case.inputs([(c, 1) for c in range(live)], seed=live)
             said(f"{name}, {live} columns: phases within {check_phases(case, inputs):.1e} of the twin")
@@ -159,23 +169,33 @@ def times_us(calls: list[Callable[[], object]]) -> list[tuple[float, float, floa
     return [(statistics.median(own), sorted(own)[len(own) // 5], sorted(own)[-1 - len(own) // 5]) for own in seen]
 
 
-def time_all(*, layers: int) -> None:
+def time_all(variants: list[str], *, layers: int) -> None:
     stream = read_stream()
     print(f"read stream {stream:.3f} TB/s", flush=True)
+    table: list[str] = []
+    for variant in variants:
+        table += time_variant(variant, layers=layers, stream=stream)
+        torch.cuda.empty_cache()
+    print("\n".join(["all variants:", *table]), flush=True)
+
+
+def time_variant(variant: str, *, layers: int, stream: float) -> list[str]:
+    """Prints times; returns a line for each number of columns."""
     started = time.time()
     shape = small("Qwen3-30B-A3B", layers=layers)
-    case = Case(shape, num_columns=8, seed=1, context=CONTEXT)
+    case = Case(shape, num_columns=8, seed=1, context=CONTEXT, variant=ALL[variant])
     case.cache = torch.empty(0)
     case.state.cache.normal_()
     torch.cuda.synchronize()
-    kernel, profiled = case.kernel, type(case.kernel)(case.weights, case.state, profile=True)
-    print(f"Qwen3-30B-A3B shapes, {layers} layers: weights in {time.time() - started:.0f} s", flush=True)
+    kernel, profiled = case.kernel, StepKernel(case.weights, case.state, profile=True, **ALL[variant].kernel)
+    print(f"--- {variant}: Qwen3-30B-A3B shapes, {layers} layers: weights in {time.time() - started:.0f} s ---", flush=True)
+    lines = []
     for live in (1, 8):
         inputs = case.inputs([(c, 1) for c in range(live)], seed=live)
         kernel.run(inputs)
         kernel.check_fault()
 
-        def steps(count: int, these: StepInputs = inputs) -> Callable[[], object]:
+        def steps(count: int) -> Callable[[], object]:
             return lambda: kernel.relaunch(num_steps=count)
 
         kernel.set_inputs(inputs, num_steps=STEPS[1])
@@ -189,8 +209,9 @@ def time_all(*, layers: int) -> None:
         cache_bytes = live * (CONTEXT + 1) * 2 * heads.num_kv_heads * heads.head_dim * 2 * layers
         num_bytes = case.weights.dense_bytes + sum(distinct) * case.weights.bytes_per_expert + cache_bytes
         floor = num_bytes / stream / 1e6
-        graph = kernel.capture()
-        in_graph, = times_us([graph.replay])
+        in_graph = (float("nan"),) * 3      # launches of other variants are not built: seconds each
+        if variant in VARIANTS:
+            in_graph, = times_us([kernel.capture().replay])
         print(f"T {live}: {num_bytes / 1e6:.0f} MB ({case.weights.dense_bytes / 1e6:.0f} dense, {statistics.mean(distinct):.1f} experts a layer), "
               f"floor {floor:.0f} us")
         for what, (median, low, high) in ((f"resident, slope of {STEPS[0]} to {STEPS[1]} steps", tuple(step)), ("resident, one step a launch", one),
@@ -201,7 +222,7 @@ def time_all(*, layers: int) -> None:
         profiled.check_fault()
         clock = profiled.phase_us()
         alone = {}
-        for name in LAYER_PHASES:
+        for name in layer_phases(kernel.code) if variant in VARIANTS else ():
             graph = torch.cuda.CUDAGraph()
             kernel.phase(name)
             torch.cuda.synchronize()
@@ -209,9 +230,12 @@ def time_all(*, layers: int) -> None:
                 for layer in range(layers):
                     kernel.phase(name, layer=layer)
             alone[name] = timed_us(graph.replay)[0] / layers
-        print("  us a layer, by the kernel's clock: " + ", ".join(f"{name} {clock[name] / layers:.2f}" for name in LAYER_PHASES)
-              + f"; head {clock['head']:.1f}, sample {clock['sample']:.1f}, finish {clock['finish']:.1f}")
+        phases = ", ".join(f"{name} {clock[name] / layers:.2f}" for name in LAYER_PHASES)
+        print(f"  us a layer, by the kernel's clock: {phases}; head {clock['head']:.1f}, sample {clock['sample']:.1f}, finish {clock['finish']:.1f}")
         print("  us a layer, a graph of that phase: " + ", ".join(f"{name} {us:.2f}" for name, us in alone.items()), flush=True)
+        lines.append(f"  T {live}  {variant:24s} resident {step[0]:8.1f} us ({100 * floor / step[0]:.1f} % of the roof), graph {in_graph[0]:8.1f} us; "
+                     f"us a layer: {phases}; head {clock['head']:.1f}, sample {clock['sample']:.1f}")
+    return lines
 
 
 def groundwork() -> None:
@@ -224,6 +248,8 @@ def main() -> None:
     for what in ("groundwork", "compile", "check", "time"):
         parser.add_argument(f"--{what}", action="store_true")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES), help="of --compile and --check (default: all)")
+    parser.add_argument("--variants", nargs="+", default=list(ALL), choices=list(ALL),
+                        help="forms of the kernel (default: all); those of --check are " + ", ".join(VARIANTS))
     parser.add_argument("--repeats", type=int, default=40, help="runs of the resident kernel (default: 40)")
     parser.add_argument("--layers", type=int, default=48, help="of --time (default: 48)")
     options = parser.parse_args()
@@ -234,11 +260,13 @@ def main() -> None:
     if options.groundwork:
         groundwork()
     if options.compile:
-        compile_all(names)
+        compile_all(names, options.variants)
     if options.check:
-        check(names, repeats=options.repeats)
+        for variant in options.variants:
+            if variant in VARIANTS:
+                check(names, repeats=options.repeats, variant=variant)
     if options.time:
-        time_all(layers=options.layers)
+        time_all(options.variants, layers=options.layers)
 
 
 if __name__ == "__main__":

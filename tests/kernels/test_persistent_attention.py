@@ -16,7 +16,7 @@ from tolerances import Bound, assert_equal, assert_within
 from torch import Tensor
 from torch.nn import functional as F
 
-from kilotok.kernels.persistent.attention import AttentionWorkspace, Heads, Step, attention, attention_ref, plan_columns, rope_table
+from kilotok.kernels.persistent.attention import AttentionForm, AttentionWorkspace, Heads, Step, attention, attention_ref, plan_columns, rope_table
 from kilotok.kernels.persistent.plan import CHUNK, Plan, check_columns, chunks_of, num_classes, num_spans, plan_ref, span_of
 from kilotok.runtime.reference import ReferenceSequence
 from kilotok.runtime.weights import load_executor
@@ -27,6 +27,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 MIXED = ((1, 126), (1, 127), (1, 128), DEAD, (0, 4250), DEAD, (2, 0), (2, 1))
 NEAR = tuple((slot, 600 if slot == 0 else position) for slot, position in MIXED)
 BLOCK = tuple((0, 253 + t) for t in range(8))
+# The one that a step takes first, the one of two programs an SM, and one whose items have all columns of a run.
+FORMS = (AttentionForm(), AttentionForm(keys=64, last_merges=False), AttentionForm(queries=64))
 
 
 def window(name: str, size: int) -> Heads:
@@ -101,10 +103,11 @@ def test_the_device_plan_is_the_twin_and_holds_every_visible_chunk_once(num_colu
     for max_length in (300, 4096, 20000, 131072):
         columns = columns_of(rng, num_columns, max_length)
         slots, positions = (torch.tensor(part, dtype=torch.int32) for part in zip(*columns, strict=True))
-        expected = plan_ref(slots, positions, max_length=max_length, window=window)
+        at_once, part_columns = rng.choice((0, 9, 33, 100)), rng.choice((1, 2, 8))
+        expected = plan_ref(slots, positions, max_length=max_length, window=window, at_once=at_once, part_columns=part_columns)
         got = Plan.empty(num_columns=num_columns, max_length=max_length, device=slots.device)
         launch(on_cpu("plan").plan_kernel, 1, slots, positions, got.rows_N8, got.num_rows, got.spans_C, C=num_columns, CLASSES=num_classes(max_length),
-               WINDOW=window or 0, NUM_WARPS=8)
+               WINDOW=window or 0, AT_ONCE=at_once, PART_COLUMNS=part_columns, NUM_WARPS=8)
         count = int(expected.num_rows)
         assert_equal(got.num_rows, expected.num_rows)
         assert_equal(got.spans_C, expected.spans_C)
@@ -113,7 +116,7 @@ def test_the_device_plan_is_the_twin_and_holds_every_visible_chunk_once(num_colu
         if window is None:   # the largest first, but for the last span of a run, which may be short
             assert sorted(sizes[:1], reverse=True) == sizes[:1]
         for c, (slot, position) in enumerate(columns):
-            mine = [row for row in expected.rows_N8[:count].tolist() if row[0] <= c < row[0] + row[1]]
+            mine = [row for row in expected.rows_N8[:count].tolist() if 0 <= c - row[0] - (row[1] >> 8) < row[1] & 255]
             seen = sorted(chunk for row in mine for chunk in range(row[4], row[5]))
             first = 0 if window is None else max(0, position - window + 1) // CHUNK
             assert (len(mine), len(set(seen))) == (int(expected.spans_C[c]), len(seen))
@@ -138,26 +141,28 @@ def test_columns_that_are_no_runs_are_refused() -> None:
     (HEADS["pocket"], MIXED), (HEADS["Qwen3-30B-A3B"], NEAR), (HEADS["Qwen3-30B-A3B"], BLOCK), (HEADS["SmolLM2-MoE"], NEAR), (HEADS["SmolLM2-MoE"], BLOCK),
     (window("pocket", 3), BLOCK), (window("SmolLM2-MoE", 130), NEAR), (window("pocket", 150), MIXED)])
 def test_the_device_code_gives_the_twin(heads: Heads, columns: tuple[tuple[int, int], ...]) -> None:
-    check_case(case_of(heads, columns, max_length=4864), run_on_cpu)
+    for form in FORMS:
+        check_case(case_of(heads, columns, max_length=4864), run_on_cpu, form)
 
 
 @pytest.mark.parametrize(("heads", "columns"), [(HEADS["pocket"], MIXED), (window("pocket", 100), BLOCK), (HEADS["SmolLM2-MoE"], BLOCK)],
                          ids=["mixed", "window", "block"])
 def test_a_column_has_the_same_bits_alone_and_among_others(heads: Heads, columns: tuple[tuple[int, int], ...]) -> None:
     case = case_of(heads, columns, max_length=4864, seed=3)
-    check_alone(case, run_on_cpu)
-    check_placed(case, run_on_cpu, num_columns=32)
+    for form in FORMS:
+        check_alone(case, run_on_cpu, form)
+        check_placed(case, run_on_cpu, form, num_columns=32)
 
 
 def test_bf16_products_are_taken_as_they_are() -> None:
     case = case_of(HEADS["pocket"], NEAR, max_length=768, dtype=torch.bfloat16)
     wide = dataclasses.replace(case, qkv_CW=case.qkv_CW.float())
-    assert_equal(run_on_cpu(case, last_merges=True)[0], run_on_cpu(wide, last_merges=True)[0], bits=True)
+    assert_equal(run_on_cpu(case, form=FORMS[0])[0], run_on_cpu(wide, form=FORMS[0])[0], bits=True)
 
 
 def test_no_live_column() -> None:
     case = case_of(HEADS["pocket"], (DEAD,) * 8, max_length=256)
-    out, cache = run_on_cpu(case, last_merges=True)
+    out, cache = run_on_cpu(case, form=FORMS[0])
     assert bool(out.isnan().all()) and bool(cache.isnan().all())
     assert_equal(case.twin()[0], torch.zeros(8, 256))
 
@@ -183,8 +188,9 @@ def test_what_would_write_outside_is_refused_before_a_launch() -> None:
         (lambda: call(dataclasses.replace(case, cache=case.cache.float())), "cache must be"),
         (lambda: call(dataclasses.replace(case, step=seven)), "a step has 8, 16, 32, 64 columns; got 7"),
         (lambda: call(space=dataclasses.replace(space, arrivals=space.arrivals[1:])), "the workspace's arrivals must be"),
-        (lambda: plan_columns(seven, workspace=space, max_length=4864), "a step has 8, 16, 32, 64 columns"),
+        (lambda: plan_columns(seven, heads=case.heads, workspace=space, max_length=4864), "a step has 8, 16, 32, 64 columns"),
         (lambda: AttentionWorkspace.of(case.heads, num_columns=12, max_length=4864, device=case.cache.device) and None, "got 12"),
+        (lambda: AttentionForm(keys=32) and None, "keys are 64 or 128 and queries 16, 32 or 64; got 32"),
         (lambda: Heads(num_heads=9, num_kv_heads=4, head_dim=64) and None, "num_heads must be a multiple"),
         (lambda: Heads(num_heads=8, num_kv_heads=4, head_dim=64, window=0) and None, "window must be at least 1"),
     )
@@ -199,18 +205,27 @@ def test_what_would_write_outside_is_refused_before_a_launch() -> None:
 # --- compiled ---
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(("name", "num_columns"), [(name, 8) for name in HEADS] + [("Qwen3-30B-A3B", 64)])
-def test_compiled_for_sm_90(name: str, num_columns: int) -> None:
+def test_compiled_for_sm_90(name: str, num_columns: int, form: AttentionForm) -> None:
     heads = HEADS[name]
-    # 168 registers: what a thread has in a kernel of 384, eight warps and a producer.
-    attend, merge = build_attend(heads, num_columns=num_columns, maxnreg=168), build_merge(heads, num_columns=num_columns)
-    for built in (attend, merge):
-        assert built.stack_bytes == built.local_bytes == 0, f"spills: {built}"
-    assert attend.shared_bytes <= 97 * 1024, str(attend)
-    assert attend.ptx.count("wgmma.mma_async") == 2 * heads.head_dim // 16 // 2 + 2 * CHUNK // 16
-    # Sixteen bytes each, the number that is read in a register: the others are zeros.
-    assert attend.ptx.count("cp.async.cg.shared.global") == attend.ptx.count(", 0x10, %r") == 3 * 2 * heads.head_dim * CHUNK // 8 // 256
-    assert len(re.findall(r"atom\S*\.acq_rel\S*\.gpu|atom\S*\.gpu\S*\.acq_rel\S*", attend.ptx)) == 1 and "atom.global.add.f" not in attend.ptx
+    # 168 registers: what a thread has in a kernel of 384, eight warps and a producer. All columns at once take more.
+    attend, merge = build_attend(heads, num_columns=num_columns, form=form, maxnreg=168), build_merge(heads, num_columns=num_columns)
+    assert merge.stack_bytes == merge.local_bytes == attend.local_bytes == 0, f"spills: {attend}, {merge}"
+    assert attend.stack_bytes <= (256 if form.queries == 64 else 0), f"spills: {attend}"
+    assert attend.shared_bytes <= {(128, 16): 77, (64, 16): 43, (128, 64): 102}[form.keys, form.queries] * 1024, str(attend)
+    width = max(64, heads.head_dim)
+    assert attend.ptx.count("wgmma.mma_async") == heads.head_dim // 16 + form.keys // 16
+    # Sixteen bytes each, the number that is read in a register: the others are zeros. Keys of the first item, keys and values of every block.
+    assert attend.ptx.count("cp.async.cg.shared.global") == attend.ptx.count(", 0x10, %r") == (2 * heads.head_dim + width) * form.keys // 8 // 256
+    assert len(re.findall(r"atom\S*\.acq_rel\S*\.gpu|atom\S*\.gpu\S*\.acq_rel\S*", attend.ptx)) == form.last_merges and "atom.global.add.f" not in attend.ptx
+
+
+def test_the_code_is_short() -> None:
+    """A layer of a resident step is to fit the instruction cache of an SM, 128 KB."""
+    heads = HEADS["Qwen3-30B-A3B"]
+    assert build_attend(heads, num_columns=8, form=AttentionForm(last_merges=False), maxnreg=168).code_bytes <= 18 * 1024
+    assert build_attend(heads, num_columns=8, maxnreg=168).code_bytes <= 22 * 1024
 
 
 @pytest.mark.parametrize("num_columns", [8, 64])
@@ -220,9 +235,9 @@ def test_the_plan_compiles(num_columns: int) -> None:
         assert built.local_bytes == 0 and built.stack_bytes <= 16, f"spills more than four words a step: {built}"
 
 
-@pytest.mark.parametrize("last_merges", [True, False])
-def test_the_phases_fit_a_kernel_of_one_producer_and_eight_consumer_warps(last_merges: bool) -> None:
-    built = build_resident(HEADS["Qwen3-30B-A3B"], num_columns=8, max_length=32768, num_experts=128, experts_per_token=8, last_merges=last_merges)
+@pytest.mark.parametrize("form", FORMS[:2], ids=str)
+def test_the_phases_fit_a_kernel_of_one_producer_and_eight_consumer_warps(form: AttentionForm) -> None:
+    built = build_resident(HEADS["Qwen3-30B-A3B"], num_columns=8, max_length=32768, num_experts=128, experts_per_token=8, form=form)
     assert built.stack_bytes == built.local_bytes == 0 and built.registers == 168, f"spills: {built}"
     assert built.shared_bytes <= (227 - 105) * 1024, f"no room for a ring of 105 KB: {built}"
 
@@ -237,6 +252,7 @@ def test_gpu_against_the_twin_and_bit_by_bit(heads: Heads) -> None:
     seed = torch.seed() % 2**31
     for columns, length in ((MIXED, 4864), (BLOCK, 4864), (tuple((0, 33000 + t) for t in range(8)), 40960)):
         case = case_of(heads, columns, max_length=length, seed=seed, device="cuda")
-        check_case(case, run_on_gpu)
-        check_alone(case, run_on_gpu)
-        check_placed(case, run_on_gpu, num_columns=64)
+        for form in FORMS:
+            check_case(case, run_on_gpu, form)
+            check_alone(case, run_on_gpu, form)
+            check_placed(case, run_on_gpu, form, num_columns=64)

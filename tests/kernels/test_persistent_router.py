@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import POCKET
-from gluon_on_cpu import launch, on_cpu
+from gluon_on_cpu import Pointer, bitcasts, launch, on_cpu
 from persistent_compile import build_router
 from tolerances import FP32_EPS, Bound, assert_equal, assert_within
 from torch import Tensor
@@ -114,6 +114,39 @@ def test_normalized_is_a_softmax_of_the_chosen_logits() -> None:
     assert_within(weights[live], logits[live].sort(descending=True).values[:, :4].softmax(-1), bound=WEIGHTS)
     _, weights = choose_ref(logits, slots, experts_per_token=4, normalize=False)
     assert_within(weights[live], logits[live].softmax(-1).sort(descending=True).values[:, :4], bound=WEIGHTS)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_where_the_tiles_of_each_expert_end(sizes: tuple[int, int, int]) -> None:
+    """What the producer of weights reads in shared memory: tile m is of the first expert whose tiles end behind m."""
+    columns, experts, per_token = sizes
+    logits, slots = inputs(columns, experts, seed=5)
+    constants = router_constants(num_columns=columns, experts_per_token=per_token, num_experts=experts)
+    device = on_cpu("router")
+    with bitcasts():
+        table, ends = device.make_tables(columns, constants["EXPERTS"])
+        num_tiles, distinct, _ = device.choose_experts(Pointer(logits), Pointer(slots), table, ends, columns, experts, per_token, constants["EXPERTS"], 8)
+    expected = router_ref(logits, slots, experts_per_token=per_token, normalize=True)
+    chosen = expected.experts_M[:int(expected.num_tiles)]
+    assert int(num_tiles) == int(expected.num_tiles) and int(distinct) == len(chosen.unique())
+    assert_equal((ends.values[0] <= torch.arange(int(num_tiles), dtype=torch.int32)[:, None]).sum(1).to(torch.int32), chosen)
+
+
+def test_values_that_are_hard_to_order() -> None:
+    """Zeros of both signs are equal, minus infinity is a logit like others, and of nothing but ties the lowest ids win."""
+    logits = torch.zeros(8, 9)
+    logits[1, ::2] = -0.0
+    logits[2, 1:] = -torch.inf
+    logits[3, :3] = -1e-30
+    logits[4] = torch.tensor([-3.0, -2, -2, -2, -1, -2, -2, -5, -2])
+    logits[5] = -logits[4]
+    logits[6, 8] = 1e-45
+    logits[7] = 3e38
+    slots = torch.zeros(8, dtype=torch.int32)
+    got, expected = run(logits, slots, per_token=4, normalize=True), router_ref(logits, slots, experts_per_token=4, normalize=True)
+    assert_equal(got.pairs_MC, expected.pairs_MC)
+    assert_equal(got.experts_M, expected.experts_M)
+    assert_within(got.weights_MC, expected.weights_MC, bound=WEIGHTS)
 
 
 def test_no_live_column() -> None:

@@ -9,7 +9,7 @@ import step_on_cpu
 import torch
 from moe_compile import mma_loops
 from step_checks import Case, check_ends, check_phases, check_resident
-from step_compile import SHAPES, build_step, layouts_of_shape
+from step_compile import SHAPES, VARIANTS, build_step, layouts_of_shape
 from step_counts import count_stages
 from step_on_cpu import Kernel
 from torch import Tensor
@@ -17,8 +17,8 @@ from triton.runtime.errors import OutOfResources
 
 from kilotok.kernels.mx.layouts import choose_layout
 from kilotok.kernels.persistent import Heads, StepInputs, StepRef, StepShape, StepState, StepWeights, step
-from kilotok.kernels.persistent.step import LAYER_PHASES, StepKernel
-from kilotok.kernels.persistent.step_code import PHASES, SHARED_BYTES, StepCode, layouts_of
+from kilotok.kernels.persistent.step import StepKernel, layer_phases
+from kilotok.kernels.persistent.step_code import PHASES, REGISTERS_OF_TWO, SHARED_BYTES, SHARED_BYTES_OF_TWO, StepCode, layouts_of
 from kilotok.kernels.persistent.step_memory import StepMemory
 from kilotok.kernels.sampling import gumbel_noise_ref
 
@@ -28,6 +28,8 @@ SMALL = StepShape(hidden_size=96, num_layers=2, heads=Heads(num_heads=4, num_kv_
 MODELS = {
     "qk norm": SMALL,
     "two sums of qkv": replace(SMALL, hidden_size=288, num_layers=1),
+    "rolled": replace(SMALL, rolled=True),
+    "rolled, sums of qkv and router": replace(SMALL, rolled=True, hidden_size=1024, num_layers=1),
     "no qk norm, tail heads": replace(SMALL, heads=Heads(num_heads=3, num_kv_heads=1, head_dim=32), hidden_size=160, num_experts=5, experts_per_token=3,
                                       expert_hidden=96, normalize_router_weights=False, taps=()),
 }
@@ -36,17 +38,17 @@ MODELS = {
 class OnCpu:
     """The step kernel over weights and a state on the CPU, from poisoned memory."""
 
-    def __init__(self, shape: StepShape, *, num_columns: int = 8, programs: int = PROGRAMS, seed: int = 1) -> None:
+    def __init__(self, shape: StepShape, *, num_columns: int = 8, programs: int = PROGRAMS, seed: int = 1, **form: Any) -> None:
         self.weights, self.programs = StepWeights.random(shape, seed=seed, device="cpu", programs=programs), programs
         self.state, self.twin_state = (state_of(shape, num_columns) for _ in range(2))
         for name, tensor in vars(self.state).items():
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and name not in ("cos_NK", "sin_NK"):
                 tensor.fill_(torch.nan)
         self.twin = StepRef(self.weights, self.twin_state)
-        self.code = StepCode.of(shape, layouts=layouts_of(self.weights), num_columns=num_columns, programs=programs)
+        self.code = StepCode.of(shape, layouts=layouts_of(self.weights), num_columns=num_columns, programs=programs, **form)
         self.memory = StepMemory.of(shape, self.code, max_steps=8, device="cpu")
         self.pointers = self.memory.pointers(self.weights, self.state)
-        self.kernel = Kernel(programs)
+        self.kernel = Kernel(programs, consumers=self.code.PARTITIONS)
 
     def launch(self, *, num_steps: int = 1, phase: str = "all", layer: int = 0) -> None:
         w, code = self.weights, self.code
@@ -59,7 +61,7 @@ class OnCpu:
     def launches(self) -> None:
         self.launch(phase="embed")
         for layer in range(self.weights.shape.num_layers):
-            for name in LAYER_PHASES:
+            for name in layer_phases(self.code):
                 self.launch(phase=name, layer=layer)
         for name in ("head", "sample", "finish"):
             self.launch(phase=name)
@@ -91,10 +93,13 @@ def assert_like_the_twin(run: OnCpu, live: Tensor) -> None:
     assert run.state.distinct_L.tolist() == run.twin_state.distinct_L.tolist()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_resident_steps_are_the_twins(name: str) -> None:
+FORMS = [(name, partitions) for name, shape in MODELS.items() for partitions in ((2, 1) if shape.rolled else (2,))]
+
+
+@pytest.mark.parametrize(("name", "partitions"), FORMS)
+def test_resident_steps_are_the_twins(name: str, partitions: int) -> None:
     """Three steps in one launch, of three sequences and dead columns between them; tokens arrive in the host's ring."""
-    run = OnCpu(MODELS[name])
+    run = OnCpu(MODELS[name], partitions=partitions)
     inputs = inputs_of({0: (5, 1, 0), 2: (7, 2, 0), 5: (9, 0, 0)})
     run.memory.words_8C.copy_(inputs.words_8C)
     run.launch(num_steps=3)
@@ -104,10 +109,10 @@ def test_resident_steps_are_the_twins(name: str) -> None:
     assert_like_the_twin(run, inputs.slots_C >= 0)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_launches_of_phases_are_bitwise_the_resident_kernel(name: str) -> None:
+@pytest.mark.parametrize(("name", "partitions"), FORMS)
+def test_launches_of_phases_are_bitwise_the_resident_kernel(name: str, partitions: int) -> None:
     """A verify block of one sequence beside another sequence, both behind a context that is there."""
-    resident, launches = (OnCpu(MODELS[name]) for _ in range(2))
+    resident, launches = (OnCpu(MODELS[name], partitions=partitions) for _ in range(2))
     columns = {0: (5, 1, 130), 1: (6, 1, 131), 2: (7, 1, 132), 6: (8, 3, 4)}
     cache = torch.randn(resident.state.cache.shape, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     inputs = inputs_of(columns)
@@ -123,6 +128,24 @@ def test_launches_of_phases_are_bitwise_the_resident_kernel(name: str) -> None:
     for field in ("residual_CD", "qkv_CW", "mixed_CW", "normed_CD", "router_logits_CE", "logits_CV", "features_CXD", "cache", "next_C", "distinct_L"):
         a, b = (getattr(run.state, field).float().nan_to_num(7.0) for run in (resident, launches))
         assert torch.equal(a, b), f"{field} differs"
+
+
+def test_every_form_of_the_experts_code_gives_the_same_bits() -> None:
+    """Stages in one body of code or not, 1, 2 or 4 of them between two sums over the warps, one list an SM or two; 16 columns."""
+    shape = replace(SMALL, hidden_size=320, num_layers=1, expert_hidden=512, num_experts=3, experts_per_token=2)
+    columns = {c: (5 + c, c, 0) for c in range(16) if c not in (3, 11)}
+    runs = [OnCpu(shape, num_columns=16, parts=parts, rolled=rolled, one_list=one_list) for parts, rolled, one_list in (
+        (4, True, False), (2, True, True), (1, True, False), (4, False, True))]
+    assert {run.code.down.DEPTH_WARPS for run in runs} == {2} and runs[0].code.down.PARTS == 4, "nothing would be added over warps"
+    for run in runs:
+        run.memory.words_8C.copy_(inputs_of(columns, num_columns=16).words_8C)
+        run.launch()
+    live = runs[0].memory.words_8C[1] >= 0
+    runs[0].twin.step(inputs_of(columns, num_columns=16))
+    assert_like_the_twin(runs[0], live)
+    for run in runs[1:]:
+        assert torch.equal(run.state.residual_CD[live], runs[0].state.residual_CD[live])
+        assert torch.equal(run.state.logits_CV[live], runs[0].state.logits_CV[live])
 
 
 def test_a_column_does_not_depend_on_how_many_the_step_has() -> None:
@@ -155,18 +178,28 @@ def test_after_a_fault_the_kernel_ends() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", SHAPES)
-def test_producers_and_consumers_agree_at_the_sizes_of_real_models(name: str) -> None:
-    """All 132 programs to the end of two steps (of one layer; of Qwen3 with a small head), with routing lists that differ from consumer to consumer."""
+def test_producers_and_consumers_agree_at_the_sizes_of_real_models(name: str, variant: str) -> None:
+    """All 132 or 264 programs to the end of two steps (of one layer; of Qwen3 with a small head), with routing lists that differ from consumer to consumer."""
     shape = SHAPES[name] if name != "Qwen3-30B-A3B" else replace(SHAPES[name], vocab_size=5000)
-    counts = count_stages(shape, num_columns=8, programs=132, num_layers=1, num_steps=2, seed=3)
+    counts = count_stages(shape, num_columns=8, programs=132, num_layers=1, num_steps=2, seed=3, variant=VARIANTS[variant])
     assert counts["copied"] == counts["released"] > 0
 
 
+@pytest.mark.parametrize("one_list", [False, True])
 @pytest.mark.parametrize(("programs", "num_columns"), [(1, 8), (5, 16), (7, 64)])
-def test_producers_and_consumers_agree(programs: int, num_columns: int) -> None:
+def test_producers_and_consumers_agree(programs: int, num_columns: int, one_list: bool) -> None:
     """The same for a small model on few programs, for every number of columns, over two layers and three steps."""
-    counts = count_stages(SMALL, num_columns=num_columns, programs=programs, num_layers=2, num_steps=3, seed=programs)
+    counts = count_stages(SMALL, num_columns=num_columns, programs=programs, num_layers=2, num_steps=3, seed=programs, one_list=one_list)
+    assert counts["copied"] == counts["released"] > 0
+
+
+@pytest.mark.parametrize("variant", ["rolled", "two programs"])
+@pytest.mark.parametrize(("programs", "num_columns"), [(1, 8), (5, 16), (7, 64)])
+def test_producers_and_consumers_of_rolled_products_agree(programs: int, num_columns: int, variant: str) -> None:
+    counts = count_stages(replace(SMALL, hidden_size=1024), num_columns=num_columns, programs=programs, num_layers=2, num_steps=3, seed=programs,
+                          variant=VARIANTS[variant])
     assert counts["copied"] == counts["released"] > 0
 
 
@@ -231,13 +264,29 @@ def test_the_resident_kernel_fits_an_sm(name: str) -> None:
     loops = mma_loops(built.sass)
     assert len(loops) >= 12, "four dense products and two of experts, of two consumers"
     assert all(loop.local_accesses <= 4 for loop in loops), [str(loop) for loop in loops if loop.local_accesses > 4]
-    assert [loop.per_mma <= 21.5 for loop in loops if loop.num_mma >= 48].count(False) == 0, [str(loop) for loop in loops]
+    # A stage of experts is a loop of 12 MMAs or more. What stands outside its block is done once in four stages; the pocket's gate and up do it in every one.
+    most = 20.5 if name == "pocket" else 18.5
+    assert all(loop.per_mma_in_blocks <= most for loop in loops if loop.num_mma >= 12), [str(loop) for loop in loops]
 
 
+@pytest.mark.parametrize("name", ["pocket", pytest.param("SmolLM2-MoE", marks=pytest.mark.slow), pytest.param("Qwen3-30B-A3B", marks=pytest.mark.slow)])
+def test_two_programs_fit_an_sm(name: str) -> None:
+    """Half the shared memory and registers each; all their code, which is the same, in the 128 KB of the instruction cache; one loop for all dense products."""
+    built = build_step(name, variant=VARIANTS["two programs"])
+    assert built.shared_bytes <= SHARED_BYTES_OF_TWO, str(built)
+    assert built.registers == REGISTERS_OF_TWO and 2 * 384 * built.registers <= 65536 and built.local_bytes == 0 and built.stack_bytes <= 320, str(built)
+    assert built.code_bytes <= 112 * 1024, f"{built.code_bytes} bytes of code"
+    loops = mma_loops(built.sass)
+    assert len(loops) <= 4, [str(loop) for loop in loops]     # dense, gate and up, down, attention
+    assert all(loop.local_accesses <= 4 for loop in loops), [str(loop) for loop in loops if loop.local_accesses > 4]
+
+
+@pytest.mark.parametrize("variant", ["pairs", "two programs"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_launches_of_phases_fit_an_sm(phase: str) -> None:
-    built = build_step("pocket", phase=phase)
-    assert built.shared_bytes <= SHARED_BYTES and built.local_bytes == 0 and built.stack_bytes <= 160, str(built)
+def test_launches_of_phases_fit_an_sm(phase: str, variant: str) -> None:
+    built = build_step("pocket", phase=phase, variant=VARIANTS[variant])
+    limit = SHARED_BYTES if variant == "pairs" else SHARED_BYTES_OF_TWO
+    assert built.shared_bytes <= limit and built.local_bytes == 0 and built.stack_bytes <= 160, str(built)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -246,6 +295,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         StepCode.of(shape, layouts=layouts_of_shape(shape) | {"gate_up": choose_layout(768, 576)}, num_columns=8, programs=132)
     with pytest.raises(NotImplementedError, match="takes 1 of them"):
         StepCode.of(shape, layouts=layouts_of_shape(shape) | {"out": replace(shape.dense_layout("out"), splits=3, num_blocks=1)}, num_columns=8, programs=132)
+    with pytest.raises(NotImplementedError, match="Pack the weights of a shape with rolled=True"):
+        StepCode.of(shape, layouts=layouts_of_shape(shape), num_columns=8, programs=264, partitions=1)
     weights, state = StepWeights.random(SMALL, seed=1, device="cpu"), state_of(SMALL, 8)
     with pytest.raises(NotImplementedError, match="built for sm_90"):
         StepKernel(weights, state)

@@ -23,6 +23,7 @@ from kilotok.kernels.persistent import (
     step_ref,
     unpack_dense,
 )
+from kilotok.kernels.persistent.fragments import DenseLayout, choose_rolled_layout, pack_dense
 
 SHAPES = {
     "normed": StepShape(hidden_size=64, num_layers=2, heads=Heads(num_heads=4, num_kv_heads=2, head_dim=32, rms_eps=1e-6), num_experts=6, experts_per_token=2,
@@ -64,7 +65,7 @@ def state_of(shape: StepShape, *, num_columns: int = 8, num_slots: int = 2) -> S
     width = -(-shape.max_length // 128)
     state = StepState.of(shape, num_columns=num_columns, num_slots=num_slots, num_pages=num_slots * width, device="cpu")
     state.pages_SP.copy_(torch.arange(num_slots * width, dtype=torch.int32).flip(0).view(num_slots, width))
-    for tensor in (state.cache, state.residual_CD, state.qkv_SCW, state.mixed_CW, state.normed_CD, state.router_logits_CE, state.inter_MCF, state.features_CXD,
+    for tensor in (state.cache, state.residual_CD, state.qkv_SCW, state.mixed_CW, state.normed_CD, state.router_logits_SCE, state.inter_MCF, state.features_CXD,
                    state.logits_CV):
         tensor.fill_(torch.nan)
     return state
@@ -218,3 +219,18 @@ def test_sampled_tokens_are_those_of_the_draft_verify_loop() -> None:
             (expected,) = choose_tokens(row.unsqueeze(0), first_position=77 + number, sampling=how)
             got = sample_ref(row, temperature=how.temperature, top_p=how.top_p, top_k=how.top_k or 0, seed=how.seed, position=77 + number)
             assert got == expected, f"row {number}, {how}"
+
+
+def test_rolled_layouts_are_even_and_hold_every_weight() -> None:
+    """Qwen3-30B-A3B: no consumer of two an SM reads more than 4 % over its share of queries, keys and values; one split of the head; a long input is packed."""
+    shape = StepShape(hidden_size=2048, num_layers=1, heads=Heads(num_heads=32, num_kv_heads=4, head_dim=128, rms_eps=1e-6), num_experts=128,
+                      experts_per_token=8, expert_hidden=768, normalize_router_weights=True, rms_eps=1e-6, rope_theta=1e6, vocab_size=1000, max_length=128,
+                      rolled=True)
+    qkv, out, router, head = (shape.dense_layout(name) for name in ("qkv", "out", "router", "head"))
+    assert -(-qkv.num_items // 264) * qkv.item_bytes <= 1.04 * qkv.num_bytes / 264
+    assert (shape.qkv_splits, shape.router_splits, head.splits, out.splits) == (4, 4, 1, 1) and out.num_blocks == 16
+    assert all(layout.pad_bytes == 0 for layout in (qkv, out, router))
+    weight = torch.randn(48, 4096, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    assert torch.equal(unpack_dense(pack_dense(weight, layout=choose_rolled_layout(48, 4096))), weight)
+    with pytest.raises(ValueError, match="all warps along the input"):
+        DenseLayout(rows=16, depth=64, depth_warps=2, num_blocks=1, rolled=True)

@@ -1,0 +1,251 @@
+# Device code has no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
+# ruff: noqa: RUF005 (a tuple of tensors grows by +)
+"""All dense products of a step in one piece of code: what dense_device.py unrolls for each matrix is a loop here, and which matrix it is a number.
+
+A step walks through more code than an SM's instruction cache holds, layer after layer, so code costs time. Here queries, keys and values, the output
+projection, the router and the head share everything: a stage's MMAs, the sum over the warps, the epilogue. All eight warps lie along the input, an item is
+a row tile of 16 rows of one split, and a consumer shares nothing with another, so that an SM may hold two programs of one consumer as well as one of two.
+
+    activations   in shared memory, STAGE_BLOCKS chunks of eight blocks for every stage of weights, each warp's block in its own order
+    normed        bf16(x * factor * norm) of the split's part of the residual. The sums of squares are there already, in parts: whoever writes the residual
+                  leaves them (`rows` of 16 by the output projection, blocks of 256 by the others), so a consumer reads only the part that it multiplies
+    mixed values  copied as they are, X_STAGES stages ahead of the products
+
+Order of a sum: blocks of a warp, then warps, then splits, which whoever reads them adds. Of squares: parts in order of a fixed tree. No other column matters.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+
+from ..moe.stream import advance, cta_barrier, here, hidden, lanes, program, release, row_major
+from .dense_device import _BLOCK_CONSTRAINTS, _BLOCK_PTX, chunk, sum_over_warps, tiles_of
+from .fragments import UNIT_BYTES
+
+_UNIT_BYTES = gl.constexpr(UNIT_BYTES)
+_AT_ONCE = gl.constexpr(2)      # chunks of the residual that are on their way at once
+
+
+@gluon.jit
+def deal(items, WARPS: gl.constexpr, PART: gl.constexpr, PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr):
+    """A consumer's share of items, contiguous and as even as it goes. Few items go to the first consumers of the first programs, which lie on different SMs."""
+    number = PART * PROGRAMS + program(WARPS)
+    spread = gl.maximum(items, PARTITIONS * PROGRAMS)
+    return gl.minimum(spread * number // (PARTITIONS * PROGRAMS), items), gl.minimum(spread * (number + 1) // (PARTITIONS * PROGRAMS), items)
+
+
+@gluon.jit
+def share_of(groups, splits, WARPS: gl.constexpr, PART: gl.constexpr, PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr):
+    """A consumer's items of a matrix, first and behind the last, and their splits."""
+    first, last = deal(splits * groups, WARPS, PART, PARTITIONS, PROGRAMS)
+    return first, last, first // groups, (last + groups - 1) // groups
+
+
+@gluon.jit
+def stream_rolled(desc, ring, full, empty, slot, phase, first_unit, ITEMS: gl.constexpr, NUM_BLOCKS: gl.constexpr, STAGE_BLOCKS: gl.constexpr,
+                  SLOT_UNITS: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr,
+                  NUM_WARPS: gl.constexpr):
+    """The producer's part: every stage of its consumer into the next free slot. Returns the ring's position. first_unit: where the matrix begins."""
+    first, last = deal(gl.to_tensor(ITEMS), 1, PART, PARTITIONS, PROGRAMS)
+    for stage in range(first * (NUM_BLOCKS // STAGE_BLOCKS), last * (NUM_BLOCKS // STAGE_BLOCKS)):
+        unit = first_unit + stage * (2 * STAGE_BLOCKS)
+        mbarrier.wait(empty.index(slot), phase)
+        mbarrier.expect(full.index(slot), 2 * STAGE_BLOCKS * _UNIT_BYTES)
+        for i in gl.static_range(2 * STAGE_BLOCKS):
+            tma.async_copy_global_to_shared(desc, [(unit + i) * (NUM_WARPS // 2), 0], full.index(slot), ring.index(slot * SLOT_UNITS + i))
+        slot, phase = advance(slot, phase, STAGES)
+    return slot, phase
+
+
+# --- activations ---
+
+
+@gluon.jit
+def _column(LAYOUT: gl.constexpr):
+    return here(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))))[None, :, None]
+
+
+@gluon.jit
+def _warps_first(split, num_blocks, LAYOUT: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """[warp, 1, 1]: a warp's first block of a split."""
+    return (split * NUM_WARPS + here(gl.arange(0, NUM_WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))[:, None, None]) * num_blocks
+
+
+@gluon.jit
+def _width(LAYOUT: gl.constexpr):
+    return gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]    # not hidden by `here`: accesses are as wide as they can be
+
+
+@gluon.jit
+def load_weights(norm_ptr, split, num_blocks, i, DEPTH: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """The norm's weights for chunks i and on of a split, as many as are read at once."""
+    LAYOUT: gl.constexpr = chunk(gl.float32, NUM_WARPS)
+    first = _warps_first(split, num_blocks, LAYOUT, NUM_WARPS)
+    k = first * 32 + _width(LAYOUT)
+    weights = ()
+    for u in gl.static_range(_AT_ONCE):
+        inside = (i + u < num_blocks) & (first + (i + u) < DEPTH // 32)
+        weights = weights + (gl.load(norm_ptr + k + (i + u) * 32, mask=inside, other=0.0),)
+    return weights
+
+
+@gluon.jit
+def _factor(squares_ptr, num_squares, live, EPS: gl.constexpr, DEPTH: gl.constexpr, SQUARES: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """1 / root mean square of every column, in the layout of a chunk's columns."""
+    PARTS: gl.constexpr = gl.BlockedLayout([1, SQUARES // 32], [1, 32], [NUM_WARPS, 1], [1, 0])
+    g = here(gl.arange(0, 8, gl.SliceLayout(1, PARTS)))
+    i = here(gl.arange(0, SQUARES, gl.SliceLayout(0, PARTS)))[None, :]
+    mask = ((live >> g) & 1 != 0)[:, None] & (i < num_squares)
+    total = gl.sum(gl.load(squares_ptr + g[:, None] * SQUARES + i, mask=mask, other=0.0, cache_modifier=".cg"), 1)
+    total = gl.convert_layout(total, gl.SliceLayout(0, gl.SliceLayout(2, chunk(gl.float32, NUM_WARPS))))
+    return gl.rsqrt(total * (1.0 / DEPTH) + EPS)[None, :, None]
+
+
+@gluon.jit
+def _load_residual(residual_ptr, live, split, num_blocks, i, DEPTH: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """The residual in chunks i and on of a split, as many as are read at once."""
+    LAYOUT: gl.constexpr = chunk(gl.float32, NUM_WARPS)
+    g = _column(LAYOUT)
+    first = _warps_first(split, num_blocks, LAYOUT, NUM_WARPS) + i
+    at = g * DEPTH + first * 32 + _width(LAYOUT)
+    values = ()
+    for u in gl.static_range(_AT_ONCE):
+        mask = ((live >> g) & 1 != 0) & (i + u < num_blocks) & (first + u < DEPTH // 32)
+        values = values + (gl.load(residual_ptr + at + u * 32, mask=mask, other=0.0, cache_modifier=".cg"),)
+    return values
+
+
+@gluon.jit
+def _fill(x_area, residual_ptr, values, weights, norm_ptr, factor, copy_ptr, copies, live, split, num_blocks, DEPTH: gl.constexpr, CHUNKS: gl.constexpr,
+          NUM_WARPS: gl.constexpr):
+    """The normed activations of a split into shared memory; with `copies` also to bf16 [8, DEPTH] at copy_ptr. values, weights: of its first chunks."""
+    LAYOUT: gl.constexpr = chunk(gl.float32, NUM_WARPS)
+    chunks = x_area._reinterpret(gl.bfloat16, [CHUNKS, NUM_WARPS, 8, 32], row_major(3))
+    g = _column(LAYOUT)
+    live_g = (live >> g) & 1 != 0
+    first = _warps_first(split, num_blocks, LAYOUT, NUM_WARPS)
+    at = g * DEPTH + first * 32 + _width(LAYOUT)
+    for i in range(0, num_blocks, _AT_ONCE):
+        following_values = _load_residual(residual_ptr, live, split, num_blocks, i + _AT_ONCE, DEPTH, NUM_WARPS)
+        following = load_weights(norm_ptr, split, num_blocks, i + _AT_ONCE, DEPTH, NUM_WARPS)
+        for u in gl.static_range(_AT_ONCE):
+            mask = live_g & (i + u < num_blocks) & (first + (i + u) < DEPTH // 32)
+            rounded = (values[u] * factor * weights[u].to(gl.float32)).to(gl.bfloat16)
+            chunks.index(i + u).store(rounded)
+            gl.store(copy_ptr + at + (i + u) * 32, rounded, mask=mask & (copies != 0))
+        values = following_values
+        weights = following
+
+
+@gluon.jit
+def _copy_stage(x_area, mixed_ptr, live, split, num_blocks, stage, place, there, DEPTH: gl.constexpr, STAGE_BLOCKS: gl.constexpr, CHUNKS: gl.constexpr,
+                NUM_WARPS: gl.constexpr):
+    """Begin to copy the mixed values of a stage to where the stage number `place` lies: a group of copies, of nothing unless `there`."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [NUM_WARPS, 1, 1], [2, 1, 0])
+    chunks = x_area._reinterpret(gl.bfloat16, [CHUNKS, NUM_WARPS, 8, 32], gl.SwizzledSharedLayout(8, 1, 1, [2, 1, 0]))
+    g = _column(LAYOUT)
+    first = _warps_first(split, num_blocks, LAYOUT, NUM_WARPS) + stage * STAGE_BLOCKS
+    at = g * DEPTH + first * 32 + _width(LAYOUT)
+    if there:
+        for i in gl.static_range(STAGE_BLOCKS):
+            mask = ((live >> g) & 1 != 0) & (first + i < DEPTH // 32)
+            async_copy.async_copy_global_to_shared(chunks.index(place * STAGE_BLOCKS + i), mixed_ptr + (at + i * 32), mask=mask)
+    async_copy.commit_group()
+
+
+# --- the consumer ---
+
+
+@gluon.jit
+def _multiply_stage(ring, slot, units, place, sums, STAGE_BLOCKS: gl.constexpr, SLOT_UNITS: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """Sums plus a stage."""
+    LANES: gl.constexpr = lanes(NUM_WARPS)
+    ptx: gl.constexpr = _BLOCK_PTX
+    constraints: gl.constexpr = _BLOCK_CONSTRAINTS
+    for i in gl.static_range(STAGE_BLOCKS):
+        a = ring.index(slot * SLOT_UNITS + 2 * i)._reinterpret(gl.int32, [NUM_WARPS, 8, 4, 4], row_major(4)).load(LANES)
+        b = ring.index(slot * SLOT_UNITS + 2 * i + 1)._reinterpret(gl.int32, [NUM_WARPS, 8, 4, 4], row_major(4)).load(LANES)
+        x = units.index(place * STAGE_BLOCKS + i).load(LANES)
+        sums = gl.inline_asm_elementwise(ptx, constraints, [a, b, x, sums], dtype=gl.float32, is_pure=True, pack=4)
+    return sums
+
+
+@gluon.jit
+def consume_rolled(ring, full, empty, slot, phase, exchange, x_area, is_out, residual_ptr, mixed_ptr, weights, norm_ptr, copy_ptr, copies, out_ptr, squares_ptr,
+                   num_squares, live, rows, groups, share, num_blocks, C: gl.constexpr, EPS: gl.constexpr, DEPTH: gl.constexpr, OUT_DEPTH: gl.constexpr,
+                   STAGE_BLOCKS: gl.constexpr, X_STAGES: gl.constexpr, SQUARES: gl.constexpr, SLOT_UNITS: gl.constexpr, STAGES: gl.constexpr,
+                   NUM_WARPS: gl.constexpr):
+    """The consumer's part of a product of eight columns. Returns the ring's position.
+
+    is_out: 1 for residual += W . mixed, of one split, whose rows' squares are left as parts; 0 for W . normed to fp32 [splits, C, rows] at out_ptr.
+    weights: `load_weights` of the first split of this consumer. copies: whether what was normed goes to copy_ptr, by whoever has the first item of a split.
+    rows, groups (row tiles), num_blocks (of a warp and split): of the matrix. share: of `share_of`.
+    """
+    LANES: gl.constexpr = lanes(NUM_WARPS)
+    SUMS: gl.constexpr = gl.SliceLayout(1, tiles_of(NUM_WARPS, NUM_WARPS))
+    CHUNKS: gl.constexpr = X_STAGES * STAGE_BLOCKS
+    element = here(gl.arange(0, 128, gl.SliceLayout(0, SUMS)))[None, :]
+    of_item = num_blocks // STAGE_BLOCKS
+    first, last, first_split, last_split = share
+    units = x_area._reinterpret(gl.int32, [CHUNKS, NUM_WARPS, 8, 4, 4], row_major(4))
+    for split in range(first_split, last_split):
+        begin = gl.maximum(first, split * groups)
+        end = gl.minimum(last, (split + 1) * groups)
+        cta_barrier()       # all warps are done with what was there
+        place = gl.to_tensor(0)
+        ahead = gl.to_tensor(0)
+        left = (end - begin) * of_item
+        if is_out != 0:
+            for i in range(hidden(gl.to_tensor(X_STAGES))):
+                _copy_stage(x_area, mixed_ptr, live, split, num_blocks, ahead, i, left > 0, OUT_DEPTH, STAGE_BLOCKS, CHUNKS, NUM_WARPS)
+                left -= 1
+                ahead += 1
+                if ahead == of_item:
+                    ahead = 0
+        else:
+            if begin != first:
+                weights = load_weights(norm_ptr, split, num_blocks, 0, DEPTH, NUM_WARPS)
+            values = _load_residual(residual_ptr, live, split, num_blocks, 0, DEPTH, NUM_WARPS)     # on its way while the squares are added
+            factor = _factor(squares_ptr, num_squares, live, EPS, DEPTH, SQUARES, NUM_WARPS)
+            mine = copies
+            if begin != split * groups:
+                mine = copies * 0
+            _fill(x_area, residual_ptr, values, weights, norm_ptr, factor, copy_ptr, mine, live, split, num_blocks, DEPTH, CHUNKS, NUM_WARPS)
+        cta_barrier()
+        for item in range(begin, end):
+            row = (item - split * groups) * 16 + (element & 15)
+            offset = (element >> 4) * rows + row
+            mask = ((live >> (element >> 4)) & 1 != 0) & (row < rows)
+            before = gl.load(residual_ptr + offset, mask=mask & (is_out != 0), other=0.0, cache_modifier=".cg")
+            sums = gl.zeros((NUM_WARPS, 8, 4, 4), gl.float32, LANES)
+            if is_out == 0:
+                place = 0
+            for _ in range(of_item):
+                if is_out != 0:
+                    async_copy.wait_group(X_STAGES - 1)
+                    cta_barrier()       # this stage's copies of all threads are there
+                mbarrier.wait(full.index(slot), phase)
+                sums = _multiply_stage(ring, slot, units, place, sums, STAGE_BLOCKS, SLOT_UNITS, NUM_WARPS)
+                release(empty, slot)
+                slot, phase = advance(slot, phase, STAGES)
+                if is_out != 0:
+                    cta_barrier()       # all warps have read the stage whose place is filled again
+                    _copy_stage(x_area, mixed_ptr, live, split, num_blocks, ahead, place, left > 0, OUT_DEPTH, STAGE_BLOCKS, CHUNKS, NUM_WARPS)
+                    left -= 1
+                    ahead += 1
+                    if ahead == of_item:
+                        ahead = 0
+                place += 1
+                if place == X_STAGES:
+                    place = 0
+            after = before + sum_over_warps(sums, exchange, NUM_WARPS, NUM_WARPS)
+            gl.store(out_ptr + split * (C * rows) + offset, after, mask=mask)
+            if is_out != 0:
+                kept = gl.where(mask, after, 0.0)
+                parts = gl.convert_layout(gl.sum(gl.reshape(kept * kept, (8, 16)), 1), gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
+                g = gl.arange(0, 8, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
+                gl.store(squares_ptr + g * SQUARES + (item - split * groups), parts, mask=(live >> g) & 1 != 0)
+        if is_out != 0:
+            async_copy.wait_group(0)
+    return slot, phase
