@@ -5,8 +5,8 @@ from torch import Tensor
 
 from ..kernels.attention import BlockPlan
 from .model import Context, DraftModel
-from .sampling import Sampling, candidate_scores, choose_tokens
-from .tree import DraftTree, build_tree
+from .sampling import Sampling, candidate_scores, choose_tokens, confidences
+from .tree import DraftTree, build_tree, chain
 
 
 class DFlashDrafter:
@@ -57,6 +57,13 @@ class DFlashDrafter:
         """The first `count` slots' tokens, picked with the noise the target will use at those positions."""
         self._require_slots(count)
         return choose_tokens(self.logits(anchor)[:count], first_position=self._observed + 1, sampling=sampling)
+
+    def propose_chain(self, anchor: int, *, count: int, sampling: Sampling) -> DraftTree:
+        """What `propose` gives, with the confidence of every slot."""
+        self._require_slots(count)
+        logits_TV = self.logits(anchor)[:count]
+        tokens = choose_tokens(logits_TV, first_position=self._observed + 1, sampling=sampling)
+        return chain(tokens, confidences=confidences(logits_TV, tokens, sampling=sampling))
 
     def propose_tree(self, anchor: int, *, count: int, budget: int, sampling: Sampling) -> DraftTree:
         """The likeliest `budget` nodes of the first `count` slots; sampled text is ranked with the noise of the positions."""

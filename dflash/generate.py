@@ -31,6 +31,7 @@ class TargetStep(NamedTuple):
     logits_TV: Tensor       # row t predicts the token after the t-th one read; the last row alone if asked so
     features_TF: Tensor     # tapped layer outputs of every token read, in order of the taps
     tokens_T: tuple[int, ...] | None = None   # its picks of those rows, where it makes them itself; None: they are made from the logits
+    num_drafted: int | None = None            # proposals that it made and verified itself behind the one token to read; tokens_T is what was committed
 
 
 class Target(Protocol):
@@ -75,7 +76,15 @@ class Drafter(Protocol):
         """Take the target's features of the next committed positions."""
 
     def propose(self, anchor: int, *, count: int, sampling: Sampling) -> list[int]:
-        """`count` tokens after the anchor, whose position is the number of positions observed."""
+        """`count` tokens after the anchor, or fewer; its position is the number of positions observed."""
+
+
+@runtime_checkable
+class ConfidentDrafter(Drafter, Protocol):
+    """A drafter that says how sure it is, so that the number of proposals to verify can be chosen."""
+
+    def propose_chain(self, anchor: int, *, count: int, sampling: Sampling) -> DraftTree:
+        """The chain that `propose` gives, with the confidence of every proposal."""
 
 
 @runtime_checkable
@@ -83,7 +92,7 @@ class TreeDrafter(Drafter, Protocol):
     """A drafter that knows more than one candidate a position."""
 
     def propose_tree(self, anchor: int, *, count: int, budget: int, sampling: Sampling) -> DraftTree:
-        """At most `budget` nodes for the `count` positions after the anchor."""
+        """At most `budget` nodes for the `count` positions after the anchor; with none the anchor is read alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +187,13 @@ def wishes(
         on_tree = trees if count > 0 else None
         if on_tree is not None and tree_budget is not None:
             tree = on_tree[1].propose_tree(anchor, count=count, budget=tree_budget, sampling=sampling)
-            step = _sent((yield ReadTree(anchor, tree, sampling)))
         else:
             tree = chain(drafter.propose(anchor, count=count, sampling=sampling) if drafter is not None and count > 0 else ())
+        if not len(tree):
+            on_tree = None
+        if on_tree is not None:
+            step = _sent((yield ReadTree(anchor, tree, sampling)))
+        else:
             step = _sent((yield Read((anchor, *tree.token_ids), False, sampling)))
         tokens, path = _walk(step, tree, first_position=start + 1, sampling=sampling, eos_ids=eos_ids)
         committed = path[:len(tokens) - 1]   # the newest token is the next anchor: not read yet, also when it was a proposal that ends the text
@@ -192,7 +205,8 @@ def wishes(
             drafter.observe(step.features_TF[[0, *(node + 1 for node in committed)]])
         anchor = tokens[-1]
         done += len(tokens)
-        yield Round(tokens=tuple(tokens), num_drafted=len(tree), num_accepted=len(path), stopped=anchor in eos_ids,
+        num_drafted = len(tree) if step.num_drafted is None else step.num_drafted
+        yield Round(tokens=tuple(tokens), num_drafted=num_drafted, num_accepted=len(path), stopped=anchor in eos_ids,
                     num_positions=None if on_tree is None else count)
 
 
@@ -212,8 +226,12 @@ def _pick(step: TargetStep, row: int, *, position: int, sampling: Sampling) -> i
 def _walk(step: TargetStep, tree: DraftTree, *, first_position: int, sampling: Sampling, eos_ids: Collection[int]) -> tuple[list[int], list[int]]:
     """(the target's own picks, the nodes that they accept): down to the first pick that is no child, or ends the sequence.
 
-    step: 1 + nodes rows, row 0 the anchor's.
+    step: 1 + nodes rows, row 0 the anchor's. Where the target has drafted itself its walk is over, up to a pick that ends the sequence.
     """
+    if step.num_drafted is not None:
+        assert step.tokens_T is not None and not len(tree), "a target that drafts picks, and nobody else drafts"
+        end = next((i for i, token in enumerate(step.tokens_T, 1) if token in eos_ids), len(step.tokens_T))
+        return list(step.tokens_T[:end]), list(range(min(end, len(step.tokens_T) - 1)))
     tokens: list[int] = []
     path: list[int] = []
     while True:

@@ -7,6 +7,7 @@ Legend: T positions, V vocabulary.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +66,17 @@ def candidate_scores(logits_TV: Tensor, *, first_position: int, sampling: Sampli
         return logits_TV
     return torch.stack([_kept(row / sampling.temperature, sampling) + _noise(logits_TV, position=first_position + t, sampling=sampling)
                         for t, row in enumerate(logits_TV.float())])
+
+
+def confidences(logits_TV: Tensor, tokens: Sequence[int], *, sampling: Sampling) -> list[float]:
+    """How sure a draft is of the tokens it picked: their softmax probabilities under logits / temperature; greedy, under the logits.
+
+    Shapes: logits_TV [T, V] and T tokens. Numerics: fp32. top_k, top_p and the noise are left out.
+    """
+    scaled_TV = logits_TV.float() / (sampling.temperature or 1.0)
+    picked_T1 = scaled_TV.gather(1, torch.tensor(tokens, dtype=torch.int64, device=logits_TV.device).unsqueeze(1))
+    found: list[float] = (picked_T1.squeeze(1) - scaled_TV.logsumexp(1)).exp().tolist()
+    return found
 
 
 def _noise(logits_TV: Tensor, *, position: int, sampling: Sampling) -> Tensor:

@@ -19,7 +19,7 @@ import functools
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,8 +33,11 @@ class DraftTree:
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]    # index of each node's parent, or ANCHOR
+    confidences: tuple[float, ...] | None = field(default=None, compare=False)   # the draft's probability of each node given its parent; None: not told
 
     def __post_init__(self) -> None:
+        if self.confidences is not None and len(self.confidences) != len(self.token_ids):
+            raise ValueError(f"tree: every node has one confidence; got {len(self.token_ids)} nodes and {len(self.confidences)} confidences.")
         if len(self.parents) != len(self.token_ids):
             raise ValueError(f"tree: every node has one parent; got {len(self.token_ids)} nodes and {len(self.parents)} parents.")
         for node, parent in enumerate(self.parents):
@@ -62,6 +65,11 @@ class DraftTree:
         """The child of a node (or of ANCHOR) that is this token."""
         return self._node_of.get((node, token))
 
+    def first(self, count: int) -> "DraftTree":
+        """The first nodes alone; of a tree of `build_tree` the best one of that size."""
+        return DraftTree(token_ids=self.token_ids[:count], parents=self.parents[:count],
+                         confidences=None if self.confidences is None else self.confidences[:count])
+
     def path(self, node: int) -> list[int]:
         """The nodes from below the anchor down to this one."""
         nodes = []
@@ -85,9 +93,10 @@ class DraftTree:
         return runs
 
 
-def chain(token_ids: Sequence[int]) -> DraftTree:
+def chain(token_ids: Sequence[int], *, confidences: Sequence[float] | None = None) -> DraftTree:
     """One candidate a position."""
-    return DraftTree(token_ids=tuple(token_ids), parents=tuple(range(ANCHOR, len(token_ids) - 1)))
+    return DraftTree(token_ids=tuple(token_ids), parents=tuple(range(ANCHOR, len(token_ids) - 1)),
+                     confidences=None if confidences is None else tuple(confidences))
 
 
 def build_tree(scores_NV: Tensor, *, budget: int, branches: int | None = None) -> DraftTree:
@@ -109,6 +118,7 @@ def build_tree(scores_NV: Tensor, *, budget: int, branches: int | None = None) -
     logs = scores_NV.to(torch.float64).log_softmax(-1).gather(1, ids_NK).tolist()
     token_ids: list[int] = []
     parents: list[int] = []
+    marginals: list[float] = []
     above: list[float] = []                                             # log product of each node
     frontier: list[tuple[float, int, int, int]] = []                    # (-log product, depth, rank, parent)
 
@@ -121,7 +131,8 @@ def build_tree(scores_NV: Tensor, *, budget: int, branches: int | None = None) -
         cost, depth, rank, parent = heapq.heappop(frontier)
         token_ids.append(ids[depth - 1][rank])
         parents.append(parent)
+        marginals.append(math.exp(logs[depth - 1][rank]))
         above.append(-cost)
         offer(depth, rank + 1, parent)
         offer(depth + 1, 0, len(token_ids) - 1)
-    return DraftTree(token_ids=tuple(token_ids), parents=tuple(parents))
+    return DraftTree(token_ids=tuple(token_ids), parents=tuple(parents), confidences=tuple(marginals))

@@ -21,15 +21,20 @@ from typing import Any
 
 import torch
 
-from ..kernels.persistent import Column, StepInputs, StepShape, StepState, StepWeights
+from ..dflash.checkpoint import read_config
+from ..kernels.persistent import Column, DraftWeights, StepInputs, StepShape, StepState, StepWeights
 from ..kernels.persistent.attention import COLUMNS
 from ..kernels.persistent.plan import CHUNK, RUN_COLUMNS
 from ..kernels.persistent.read_stream import stream_bytes_per_s, timed_us
+from ..kernels.persistent.rounds import RoundKernel
 from ..kernels.persistent.step import StepKernel
 from ..kernels.persistent.step_code import LAYER_STAMPS
 from .archs import graph_of
+from .bench_rounds import MeasuredRound, draft_directory, measure_rounds, rounds_context, rounds_table
+from .draft_weights import draft_shape, read_draft_weights
 from .gpu import Gpu, find_gpu, obstacle_of
-from .shapes import shape_of
+from .graph import ModelGraph
+from .shapes import draft_of, shape_of
 from .step_weights import read_step_weights, step_shape
 from .weights import read_json
 
@@ -49,6 +54,9 @@ class BenchOptions:
     context: int = 512                  # tokens of every sequence, the step's own included
     layers: int | None = None           # only so many, for a quick look
     seed: int = 0
+    draft: bool = False                 # rounds with a draft head instead of steps
+    sequences: tuple[int, ...] = (1,)   # of rounds
+    assume_acceptance: tuple[float, ...] = ()   # tokens a round, for tokens/s that are labelled so
 
     def __post_init__(self) -> None:
         if not self.columns or any(not 1 <= t <= max(COLUMNS) for t in self.columns):
@@ -59,6 +67,13 @@ class BenchOptions:
             raise ValueError(f"context: must hold the {self.per_sequence} columns of a sequence; got {self.context}.")
         if self.layers is not None and self.layers < 1:
             raise ValueError(f"layers: must be at least 1; got {self.layers}. Leave it out for all.")
+        most = max(COLUMNS) // RUN_COLUMNS
+        if not self.sequences or any(not 1 <= s <= most for s in self.sequences):
+            raise ValueError(f"sequences: must lie in 1..{most}, {RUN_COLUMNS} columns each; got {list(self.sequences)}.")
+        if any(not 1 <= length <= RUN_COLUMNS for length in self.assume_acceptance):
+            raise ValueError(f"assume_acceptance: a round commits 1 to {RUN_COLUMNS} tokens; got {list(self.assume_acceptance)}.")
+        if self.assume_acceptance and not self.draft:
+            raise ValueError("assume_acceptance: is of rounds; ask for them with --draft.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +84,7 @@ class Machine:
     programs: int
     environment: str
     kernel: Callable[..., Any]                                                  # as StepKernel
+    round_kernel: Callable[..., Any]                                            # as RoundKernel
     timed_us: Callable[[Callable[[], object], int], list[float]]                # of so many calls, in ascending order
     stream_bytes_per_s: Callable[[], float]
 
@@ -88,34 +104,72 @@ class Measured:
     parts: dict[str, int] = field(default_factory=dict)
 
 
-def bench_engine(options: BenchOptions, *, say: Callable[[str], None] = print, machine: Callable[[], Machine] | None = None) -> list[Measured]:
-    """Measure and print as it goes.
+def bench_engine(options: BenchOptions, *, say: Callable[[str], None] = print, machine: Callable[[], Machine] | None = None
+                 ) -> list[Measured] | list[MeasuredRound]:
+    """Measure and print as it goes: steps, or with `draft` rounds.
 
     Errors: NotImplementedError without an sm_90 GPU or for a model that no kernel is built for; ValueError for a model or sizes that are none.
     """
     graph, directory = _graph(options.model)
-    if options.context + STEPS_IN_A_ROW > graph.max_length:
-        raise ValueError(f"context: {options.context} and {STEPS_IN_A_ROW} steps more do not fit the model's context of {graph.max_length}.")
+    reach = rounds_context(options.context) if options.draft else options.context + STEPS_IN_A_ROW
+    if reach > graph.max_length:
+        raise ValueError(f"context: {options.context} and {reach - options.context} positions more do not fit the model's context of {graph.max_length}.")
     if options.layers is not None and options.layers > graph.num_layers:
         raise ValueError(f"layers: the model has {graph.num_layers}; got {options.layers}.")
     made = (machine or this_machine)()
-    shape = step_shape(graph, num_layers=options.layers, max_length=-(-(options.context + STEPS_IN_A_ROW) // CHUNK) * CHUNK)
-    stream = made.stream_bytes_per_s()
-    say(f"{options.model}, {shape.num_layers} of {graph.num_layers} layers, {'random weights' if directory is None else 'weights of the directory'}, context "
-        f"{options.context}, {options.per_sequence} column{'s' * (options.per_sequence > 1)} a sequence, {LAYER_STAMPS} barriers a layer\n{made.environment}\n"
-        f"read stream of this run: {stream / 1e12:.3f} TB/s\n")
-    if directory is None:
-        weights = StepWeights.random(shape, seed=options.seed, device=made.device, programs=made.programs)
-    else:
-        weights = read_step_weights(directory, graph=graph, config=read_json(directory / "config.json"), shape=shape, device=made.device,
-                                    programs=made.programs)
+    if options.draft:
+        return _bench_rounds(options, graph=graph, directory=directory, say=say, machine=made)
+    shape = step_shape(graph, num_layers=options.layers, max_length=-(-reach // CHUNK) * CHUNK)
+    stream = _introduce(options, shape, graph, directory, say=say, machine=made,
+                        what=f"{options.per_sequence} column{'s' * (options.per_sequence > 1)} a sequence, {LAYER_STAMPS} barriers a layer")
+    weights = _weights(options, shape, graph, directory, machine=made)
     rows = [measure(weights, columns, options=options, machine=made) for columns in options.columns]
     for line in table(rows, stream=stream):
         say(line)
     return rows
 
 
-def _graph(model: str) -> tuple[Any, Path | None]:
+def _introduce(options: BenchOptions, shape: StepShape, graph: ModelGraph, directory: Path | None, *, say: Callable[[str], None], machine: Machine,
+               what: str) -> float:
+    """Says what is measured where; returns the read stream in bytes/s."""
+    stream = machine.stream_bytes_per_s()
+    say(f"{options.model}, {shape.num_layers} of {graph.num_layers} layers, {'random weights' if directory is None else 'weights of the directory'}, context "
+        f"{options.context}, {what}\n{machine.environment}\nread stream of this run: {stream / 1e12:.3f} TB/s\n")
+    return stream
+
+
+def _weights(options: BenchOptions, shape: StepShape, graph: ModelGraph, directory: Path | None, *, machine: Machine) -> StepWeights:
+    if directory is None:
+        return StepWeights.random(shape, seed=options.seed, device=machine.device, programs=machine.programs)
+    return read_step_weights(directory, graph=graph, config=read_json(directory / "config.json"), shape=shape, device=machine.device, programs=machine.programs)
+
+
+def _bench_rounds(options: BenchOptions, *, graph: ModelGraph, directory: Path | None, say: Callable[[str], None], machine: Machine) -> list[MeasuredRound]:
+    """Rounds with the directory's draft, or with one of random weights of the sizes that shapes.py has."""
+    length, num_layers = rounds_context(options.context), options.layers or graph.num_layers
+    config = draft_of(options.model) if directory is None else read_config(draft_directory(directory))
+    taps = config.target_layer_ids
+    if len(taps) > num_layers:
+        raise ValueError(f"layers: the draft taps {len(taps)} layers; got {num_layers}.")
+    if max(taps) >= num_layers:     # of a few layers others are tapped
+        taps = tuple(range(num_layers - len(taps), num_layers))
+    shape = step_shape(graph, num_layers=num_layers, max_length=length, rolled=True, taps=taps)
+    stream = _introduce(options, shape, graph, directory, say=say, machine=machine, what="rounds with a draft head")
+    weights = _weights(options, shape, graph, directory, machine=machine)
+    if directory is None:
+        draft = DraftWeights.random(draft_shape(config, max_length=length), seed=options.seed, device=machine.device)
+    else:
+        draft = read_draft_weights(draft_directory(directory), embedding_VD=weights.embedding_VD, max_length=length, device=machine.device)
+    rows: list[MeasuredRound] = []
+    for sequences in options.sequences:
+        of_these = measure_rounds(weights, draft, sequences, context=options.context, seed=options.seed, machine=machine, step_bytes=step_bytes)
+        for line in rounds_table(of_these, stream=stream, assumed=options.assume_acceptance):
+            say(line)
+        rows += of_these
+    return rows
+
+
+def _graph(model: str) -> tuple[ModelGraph, Path | None]:
     if Path(model).is_dir():
         return graph_of(read_json(Path(model) / "config.json"), where=model), Path(model)
     return shape_of(model), None
@@ -206,7 +260,7 @@ def this_machine() -> Machine:
     if obstacle is not None:
         raise NotImplementedError(f"bench engine: needs an NVIDIA GPU of compute capability 9.0 (H100, H200) and a CUDA build of torch; {obstacle}.")
     assert gpu is not None, "no GPU is an obstacle"
-    return Machine(device="cuda", programs=gpu.num_sms, environment=_environment(gpu), kernel=StepKernel,
+    return Machine(device="cuda", programs=gpu.num_sms, environment=_environment(gpu), kernel=StepKernel, round_kernel=RoundKernel,
                    timed_us=lambda call, repeats: timed_us(call, repeats=repeats),
                    stream_bytes_per_s=lambda: stream_bytes_per_s(programs=gpu.num_sms, repeats=REPEATS))
 

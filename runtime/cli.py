@@ -20,6 +20,7 @@ from ..quant.checkpoint.run import RUN_METADATA, Run, read_meta
 from .bench import BenchOptions, bench_engine
 from .executors import DEVICES, DTYPES, EXECUTORS
 from .loading import load_served
+from .pacing import AUTO, read_draft_length
 from .shapes import SHAPES
 from .validate import ValidateOptions, validate
 
@@ -59,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     serve.add_argument("--name", help="the model's name for clients; default: the directory's")
     serve.add_argument("--no-draft", action="store_true", help="decode without the draft head")
     serve.add_argument("--tree-budget", type=int, help="decode with draft trees of so many nodes, unless a request says otherwise; default: chains")
+    _add_draft_length(serve, "proposals verified a round, unless a request says otherwise; auto: as many as pay, none where drafting does not pay")
     _add_executor(serve)
     serve.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on cpu, bfloat16 on cuda")
     serve.add_argument("--max-running", type=int, default=8, help="requests decoded together or in turns; the others wait (default 8)")
@@ -75,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     check.add_argument("--temperature", type=float, default=defaults.temperature, help=f"of the sampled requests (default {defaults.temperature})")
     check.add_argument("--price-per-hour", type=float, help="of the machine, for the cost of a million tokens")
     check.add_argument("--threads", type=int)
+    _add_draft_length(check, "auto: full drafts, and adaptive ones beside them; a number: of the drafts that are measured")
     _add_executor(check)
     bench = commands.add_parser("bench", help="measure this machine: a decode step of the persistent kernel")
     engine = bench.add_subparsers(dest="bench", required=True).add_parser("engine", help="a decode step, phase by phase, against the bytes it must read")
@@ -85,6 +88,10 @@ def main(argv: list[str] | None = None) -> int:
     engine.add_argument("--context", type=int, default=step.context, help="tokens of every sequence (default 512)")
     engine.add_argument("--layers", type=int, help="only so many, for a quick look")
     engine.add_argument("--seed", type=int, default=step.seed)
+    engine.add_argument("--draft", action="store_true", help="rounds instead of steps: a draft head's block, the step that verifies it, its acceptance")
+    engine.add_argument("--sequences", type=int, nargs="+", default=list(step.sequences), help="of rounds, 1..8 (default 1)")
+    engine.add_argument("--assume-acceptance", type=float, nargs="+", default=[], metavar="LENGTH",
+                        help="tokens a round, for tokens/s that are labelled as assumed; random weights accept nothing")
     commands.add_parser("train", help="the `train` command, for systems where that name is taken", add_help=False)
     options = parser.parse_args(args)
     try:
@@ -96,10 +103,12 @@ def main(argv: list[str] | None = None) -> int:
             _serve(options)
         elif options.command == "validate":
             fields = {k: v for k, v in vars(options).items() if k != "command"}
+            fields["draft_length"] = read_draft_length(options.draft_length)
             return 0 if validate(ValidateOptions(**fields))["ok"] else 1
         elif options.command == "bench":
             bench_engine(BenchOptions(model=options.model, columns=tuple(options.columns), per_sequence=options.per_sequence, context=options.context,
-                                      layers=options.layers, seed=options.seed))
+                                      layers=options.layers, seed=options.seed, draft=options.draft, sequences=tuple(options.sequences),
+                                      assume_acceptance=tuple(options.assume_acceptance)))
         else:
             print(inspect_directory(options.directory), flush=True)   # also where the draft beside it is damaged
             print(inspect_draft(options.directory / DRAFT_DIRECTORY))
@@ -112,6 +121,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _add_draft_length(command: argparse.ArgumentParser, text: str) -> None:
+    command.add_argument("--draft-length", default=AUTO, metavar="auto|0..7", help=f"{text} (default auto)")
 
 
 def _add_executor(command: argparse.ArgumentParser) -> None:
@@ -182,9 +195,10 @@ def _serve(options: argparse.Namespace) -> None:
         if options.threads < 1:
             raise ValueError(f"threads: must be at least 1; got {options.threads}.")
         torch.set_num_threads(options.threads)
+    draft_length = read_draft_length(options.draft_length)
     with bind(options.host, options.port) as sock:
         served = load_served(options.out, name=options.name, use_draft=not options.no_draft, device=options.device, dtype=options.dtype,
-                             tree_budget=options.tree_budget, executor=options.executor, max_running=options.max_running)
+                             tree_budget=options.tree_budget, executor=options.executor, max_running=options.max_running, draft_length=draft_length)
         said = served.description
         print(said["draft"], flush=True)
         print(f"{served.name}: {said['executor']}, {said['device']}, {said['dtype']}; {said['column_rule']}; this executor because {said['executor_reason']}",

@@ -6,15 +6,17 @@ answer does not hold up a short one. On one whose steps take columns of several 
 """
 
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from ..dflash.generate import Drafter, Round, Target, generate, wishes
+from ..dflash.generate import Drafter, Round, Target, TreeDrafter, generate, wishes
 from ..dflash.sampling import Sampling
-from .batching import BatchExecutor, Task, run_turn
+from .batching import RESIDENT_STEPS, BatchExecutor, Task, run_turn
+from .pacing import DevicePace, DraftLength, PacedDrafter, Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ class Request:
     eos_ids: frozenset[int]      # tokens that end the answer; empty to ignore them
     decode: DecodeMode           # plain_one_column gives up the column rule: faster without a draft, other last bits
     tree_budget: int | None = None   # with decode "tree": nodes verified a round; None: as many as the chain has links
+    draft_length: DraftLength | None = None   # proposals verified a round, or positions of a tree, at most; "auto": as many as pay; None: all
+    domain: str | None = None        # requests with the same one share whether drafting is on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,7 @@ class Engine:
         if max_running < 1:
             raise ValueError(f"engine: max_running must be at least 1; got {max_running}.")
         self.executor, self.make_drafter, self.max_running = executor, make_drafter, max_running
+        self.speculation = Speculation()
         self._batch = executor if isinstance(executor, BatchExecutor) else None
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()
@@ -163,15 +168,26 @@ class Engine:
         requests = [*(one.ticket.request for one in live), self._waiting[0].request]
         return self._batch is None or self._batch.fits([len(r.prompt) + r.max_tokens for r in requests])
 
-    def _how(self, request: Request) -> dict[str, Any]:
-        """Of a request, what the draft-verify loop is told."""
-        drafter = self.make_drafter() if request.decode in ("draft", "tree") and self.make_drafter is not None else None
+    def _how(self, request: Request, *, drafts_itself: bool = False) -> dict[str, Any]:
+        """Of a request, what the draft-verify loop is told. drafts_itself: the executor, so that the loop has no drafter."""
+        drafter = None if drafts_itself else self._drafter(request)
         budget = (request.tree_budget or drafter.num_drafts) if request.decode == "tree" and drafter is not None else None
         return {"prompt": request.prompt, "drafter": drafter, "sampling": request.sampling, "max_tokens": request.max_tokens, "eos_ids": request.eos_ids,
                 "tree_budget": budget}
 
-    def _start(self, request: Request) -> Iterator[Round]:
+    def _drafter(self, request: Request) -> Drafter | None:
+        if request.decode not in ("draft", "tree") or self.make_drafter is None or request.draft_length == 0:
+            return None
+        drafter, is_tree = self.make_drafter(), request.decode == "tree"
+        if is_tree and not isinstance(drafter, TreeDrafter):
+            return drafter   # which the loop refuses
+        return self.speculation.pace(drafter, length=request.draft_length, domain=request.domain, is_tree=is_tree,
+                                     is_sampled=request.sampling.temperature != 0)
+
+    def _start(self, one: "_Live") -> Iterator[Round]:
+        request = one.ticket.request
         how = self._how(request)
+        one.pace(how["drafter"])
         return generate(self.executor.open(one_column=request.decode == "plain_one_column"), **how)
 
     def _step_together(self, executor: BatchExecutor, live: list["_Live"]) -> list["_Live"]:
@@ -187,34 +203,65 @@ class Engine:
         def stopped() -> bool:
             return self._closed or self._next_fits(live) or any(one.ticket.cancelled.is_set() for one in by_task.values())
 
-        took_part = [by_task[task] for task in run_turn(executor, list(by_task), stopped=stopped)] if by_task else []
-        for one in took_part:
-            self._report(one)
+        took_part = self._turn(executor, by_task, stopped=stopped) if by_task else []
         for one in live:
             if one.over:
                 one.close()
         return [one for one in live if not one.over and one not in took_part] + [one for one in took_part if not one.over]
 
+    def _turn(self, executor: BatchExecutor, by_task: dict[Task, "_Live"], *, stopped: Callable[[], bool]) -> list["_Live"]:
+        """One turn, what it took and what its requests committed; those that took part."""
+        speculation = self.speculation
+        wanted = {task: task.wanted for task in by_task}
+        speculation.num_together = len(by_task)
+        devices = {task: one.device for task, one in by_task.items() if one.device is not None}
+        for task, device in devices.items():
+            task.limit = device.limit()
+        costs, most = speculation.device_turn(devices.values()) if devices else ((), RESIDENT_STEPS)
+        if any(task.limit > 0 for task in devices):
+            executor.set_draft_costs(cost_8=costs)
+        start, drafting_s = speculation.clock(), speculation.drafting_s
+        turn = run_turn(executor, list(by_task), stopped=stopped, most=most)
+        done = turn.tasks
+        step_s = speculation.clock() - start - (speculation.drafting_s - drafting_s)
+        columns = [len(w.ids) for task in done if (w := wanted[task]) is not None]
+        is_decode = len(done) == len(by_task) and not any(w.last_only for task in done if (w := wanted[task]) is not None)
+        if devices and is_decode:
+            speculation.learn_turn(step_s, turn)
+        for task in done:
+            by_task[task].step_s += step_s if is_decode else math.nan
+            by_task[task].num_turns += 1
+            self._report(by_task[task], num_columns=sum(columns) / len(columns))
+        return [by_task[task] for task in done]
+
     def _open(self, executor: BatchExecutor, one: "_Live") -> None:
         """A request's sequence and loop."""
         request = one.ticket.request
         try:
-            how = self._how(request)
+            wants_draft = request.decode in ("draft", "tree") and request.draft_length != 0
+            drafts_itself = wants_draft and executor.can_draft(request.sampling, is_tree=request.decode == "tree")
+            how = self._how(request, drafts_itself=drafts_itself)
             target = executor.open(one_column=request.decode == "plain_one_column")
         except Exception as error:
             _fail(one.ticket, error)
             one.over = True
             return
+        one.pace(how["drafter"])
+        if drafts_itself:
+            one.device = self.speculation.pace_device(length=request.draft_length, domain=request.domain, is_sampled=request.sampling.temperature != 0)
         one.task = Task(target, wishes(target, **how), max_tokens=request.max_tokens, is_plain=how["drafter"] is None)
         if one.task.wanted is None:
             self._report(one)
 
-    def _report(self, one: "_Live") -> None:
-        """Tell a listener what its request has committed, and how it ended if it did."""
+    def _report(self, one: "_Live", *, num_columns: float | None = None) -> None:
+        """Tell a listener what its request has committed, and how it ended if it did. num_columns: mean of the requests in the step that committed it."""
         assert one.task is not None, "only a request that was opened has something to report"
         rounds = one.task.take_rounds()
         for done in rounds:
             _tell(one.ticket, done)
+            if one.device is not None and not done.is_prefill:
+                self.speculation.learn_device(one.device, done, is_drafted=one.task.limit > 0)
+            self._learn(one, done, num_columns=num_columns if one.num_turns == 1 else None)
         if one.task.error is not None:
             _fail(one.ticket, one.task.error)
         elif one.task.wanted is None:
@@ -227,9 +274,10 @@ class Engine:
         if ticket.cancelled.is_set():
             _tell(ticket, Finished(reason="cancelled"))
             return False
+        start, drafting_s = self.speculation.clock(), self.speculation.drafting_s
         try:
             if one.rounds is None:
-                one.rounds = self._start(ticket.request)
+                one.rounds = self._start(one)
             done = next(one.rounds, None)
         except Exception as error:   # one bad request must not take the others down
             _fail(ticket, error)
@@ -238,9 +286,16 @@ class Engine:
             _tell(ticket, Finished(reason="length"))
             return False
         _tell(ticket, done)
+        one.step_s = self.speculation.clock() - start - (self.speculation.drafting_s - drafting_s)
+        self._learn(one, done)
         if done.stopped:
             _tell(ticket, Finished(reason="stop"))
         return not done.stopped
+
+    def _learn(self, one: "_Live", done: Round, *, num_columns: float | None = None) -> None:
+        if one.paced is not None and not done.is_prefill:
+            self.speculation.learn(one.paced, done, step_s=one.step_s, num_columns=num_columns)
+        one.step_s, one.num_turns = 0.0, 0
 
 
 @dataclass(eq=False)
@@ -251,6 +306,13 @@ class _Live:
     rounds: Iterator[Round] | None = None
     task: Task | None = None
     over: bool = False
+    paced: PacedDrafter | None = None
+    device: DevicePace | None = None    # where the executor drafts itself
+    step_s: float = 0.0     # of the round under way, without drafting; nan: other work was in it
+    num_turns: int = 0      # it took so far
+
+    def pace(self, drafter: Drafter | None) -> None:
+        self.paced = drafter if isinstance(drafter, PacedDrafter) else None
 
     def close(self) -> None:
         if self.task is not None:

@@ -13,16 +13,19 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..dflash.sampling import Sampling
-from ..kernels.persistent import Column, StepInputs, StepShape, StepState
+from ..dflash.checkpoint import read_draft
+from ..dflash.model import DraftModel
+from ..kernels.persistent import Column, DraftShape, DraftState, RoundInputs, StepInputs, StepShape, StepState
 from ..kernels.persistent.attention import COLUMNS
 from ..kernels.persistent.plan import CHUNK
+from ..kernels.persistent.rounds import RoundKernel
 from ..kernels.persistent.step import StepKernel
 from .archs import graph_of
+from .draft_weights import draft_weights, require_rounds
 from .gpu import Gpu, find_gpu, obstacle_of
 from .graph import ModelGraph
 from .kv_pages import pages_for
-from .persistent import PersistentExecutor, StepRunner
+from .persistent import PersistentExecutor, StepRunner, kernel_picks
 from .reference import ReferenceExecutor
 from .step_weights import read_step_weights, step_shape
 from .weights import load_executor, read_json
@@ -105,6 +108,10 @@ class KernelRunner:
     def run_steps(self, inputs: StepInputs, num_steps: int, *, stopped: Callable[[], bool]) -> Tensor:
         """As ResidentRunner; the host looks at `stopped` while the kernel runs, and may end it before its next step."""
         self.kernel.run(inputs, num_steps=num_steps)
+        self._wait(stopped)
+        return self.kernel.tokens_so_far()
+
+    def _wait(self, stopped: Callable[[], bool]) -> None:
         done, has_stopped = torch.cuda.Event(), False
         done.record()
         while not done.query():
@@ -113,7 +120,20 @@ class KernelRunner:
                 has_stopped = True
             time.sleep(POLL_S)
         self.kernel.check_fault()
-        return self.kernel.tokens_so_far()
+
+
+class RoundKernelRunner(KernelRunner):
+    """The resident kernel with a draft head."""
+
+    def __init__(self, kernel: RoundKernel) -> None:
+        super().__init__(kernel)
+        self.rounds = kernel
+
+    def run_rounds(self, inputs: RoundInputs, num_rounds: int, *, stopped: Callable[[], bool]) -> tuple[Tensor, Tensor]:
+        """As RoundRunner; likewise."""
+        self.rounds.run_rounds(inputs, num_rounds=num_rounds)
+        self._wait(stopped)
+        return self.rounds.tokens_so_far(), self.rounds.verified_so_far()
 
 
 class GraphRunner:
@@ -137,7 +157,7 @@ def runner_of(kernel: StepKernel) -> KernelRunner | GraphRunner:
     Errors: NotImplementedError for a model whose kernel does not fit the GPU.
     """
     inputs = StepInputs.of([Column(token_id=0, slot=0, position=0), *[None] * (kernel.state.num_columns - 1)])
-    resident = KernelRunner(kernel)
+    resident = RoundKernelRunner(kernel) if isinstance(kernel, RoundKernel) else KernelRunner(kernel)
     try:
         resident.step(inputs)
     except RuntimeError as error:
@@ -148,22 +168,18 @@ def runner_of(kernel: StepKernel) -> KernelRunner | GraphRunner:
     return resident
 
 
-def kernel_picks(sampling: Sampling) -> bool:
-    """Whether the kernel picks tokens so: greedy, or with a temperature alone."""
-    return sampling.temperature == 0 or (sampling.top_k is None and sampling.top_p == 1)
-
-
-def load_best_executor(directory: Path, choice: Choice, *, dtype: str | None, taps: tuple[int, ...], num_slots: int, may_fall_back: bool
-                       ) -> tuple[ReferenceExecutor | PersistentExecutor, str]:
+def load_best_executor(directory: Path, choice: Choice, *, dtype: str | None, taps: tuple[int, ...], num_slots: int, may_fall_back: bool,
+                       draft_dir: Path | None = None) -> tuple[ReferenceExecutor | PersistentExecutor, str]:
     """The executor of a choice, and why it is this one.
 
+    draft_dir: of the draft head that the taps are for, which the kernel drafts with if it is built for it.
     may_fall_back: a kernel that turns out not to be built for the model is replaced by the reference, with its reason.
     Errors: as `load_executor`, and NotImplementedError of the kernel where it may not fall back.
     """
     reason = choice.reason
     if choice.kind == "persistent":
         try:
-            return load_persistent(directory, taps=taps, num_slots=num_slots), reason
+            return load_persistent(directory, taps=taps, num_slots=num_slots, draft_dir=draft_dir), reason
         except NotImplementedError as error:
             if not may_fall_back:
                 raise
@@ -173,33 +189,51 @@ def load_best_executor(directory: Path, choice: Choice, *, dtype: str | None, ta
     return load_executor(directory, device=choice.device, dtype=kind, taps=taps), reason
 
 
-def load_persistent(directory: Path, *, taps: tuple[int, ...], num_slots: int) -> PersistentExecutor:
+def load_persistent(directory: Path, *, taps: tuple[int, ...], num_slots: int, draft_dir: Path | None = None) -> PersistentExecutor:
     """Weights packed on the current GPU, as many pages as fit, kernels of every width compiled and tried.
 
+    With a draft that rounds are not built for, or whose kernel does not fit, drafts are left to the draft head in torch, and it is said.
     Errors: NotImplementedError for experts that are not in MXFP4, or a model that no kernel is built for; RuntimeError for a GPU without memory for the
         cache of one sequence.
     """
+    if draft_dir is not None:
+        try:
+            return _load_persistent(directory, taps=taps, num_slots=num_slots, model=read_draft(draft_dir, dtype=torch.bfloat16))
+        except NotImplementedError as error:
+            logger.warning("executor: drafts are made by the draft head in torch, and verified a step at a time: %s", error)
+    return _load_persistent(directory, taps=taps, num_slots=num_slots, model=None)
+
+
+def _load_persistent(directory: Path, *, taps: tuple[int, ...], num_slots: int, model: DraftModel | None) -> PersistentExecutor:
     gpu = find_gpu()
     assert gpu is not None, "the choice has seen a GPU"
     config = read_json(directory / "config.json")
     graph = graph_of(config, where=str(directory))
-    shape = step_shape(graph, taps=taps)
+    shape = step_shape(graph, taps=taps, rolled=model is not None)
+    draft_shape = None if model is None else require_rounds(model, max_length=shape.max_length)
     weights = read_step_weights(directory, graph=graph, config=config, shape=shape, device="cuda", programs=gpu.num_sms)
-    num_pages = pages_that_fit(shape, num_slots=num_slots, free_bytes=torch.cuda.mem_get_info()[0])
+    draft = None if model is None else draft_weights(model, embedding_VD=weights.embedding_VD, max_length=shape.max_length, device="cuda")
+    num_pages = pages_that_fit(shape, num_slots=num_slots, free_bytes=torch.cuda.mem_get_info()[0], draft=draft_shape)
 
-    def make_runner(state: StepState) -> StepRunner:
-        return runner_of(StepKernel(weights, state))
+    def make_runner(state: StepState, drafts: DraftState | None = None) -> StepRunner:
+        if draft is None or drafts is None:
+            return runner_of(StepKernel(weights, state))
+        return runner_of(RoundKernel(weights, state, draft, drafts))
 
-    executor = PersistentExecutor(weights, make_runner=make_runner, num_slots=num_slots, num_pages=num_pages, picks=kernel_picks)
+    executor = PersistentExecutor(weights, make_runner=make_runner, num_slots=num_slots, num_pages=num_pages, picks=kernel_picks, draft=draft)
     warm_up(executor)
     executor.name = f"persistent ({'resident kernel' if executor.can_reside else 'CUDA graph of launches'}, {gpu.name})"
     return executor
 
 
-def pages_that_fit(shape: StepShape, *, num_slots: int, free_bytes: int) -> int:
-    """Pages of the cache: as many as all slots could fill, or as the memory holds. Errors: RuntimeError if it does not hold one sequence."""
-    heads, whole = shape.heads, pages_for(shape.max_length)
-    page_bytes = shape.num_layers * 2 * heads.num_kv_heads * heads.head_dim * CHUNK * 2
+def pages_that_fit(shape: StepShape, *, num_slots: int, free_bytes: int, draft: DraftShape | None = None) -> int:
+    """Pages of the cache: as many as all slots could fill, or as the memory holds. draft: whose cache has pages beside them.
+
+    Errors: RuntimeError if it does not hold one sequence.
+    """
+    whole = pages_for(shape.max_length)
+    layers = [(shape.num_layers, shape.heads), *([] if draft is None else [(draft.num_layers, draft.heads)])]
+    page_bytes = sum(2 * CHUNK * 2 * number * heads.num_kv_heads * heads.head_dim for number, heads in layers)
     num_pages = min(num_slots * whole, (free_bytes - SPARE_BYTES) // page_bytes)
     if num_pages < whole:
         raise RuntimeError(f"executor: the cache of one sequence of {shape.max_length} tokens takes {whole * page_bytes / 2**30:.1f} GiB, and the GPU has "

@@ -10,6 +10,7 @@ from ..dflash.drafter import DFlashDrafter
 from ..quant.checkpoint import end_token_ids
 from .engine import MAX_TREE_BUDGET
 from .executors import choose_executor, load_best_executor
+from .pacing import AUTO, DraftLength
 from .reference import ReferenceExecutor
 from .server.served import Served
 from .weights import read_json
@@ -18,12 +19,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_served(out: Path, *, name: str | None, use_draft: bool, device: str, dtype: str | None,
-                tree_budget: int | None = None, executor: str = "auto", max_running: int = 8) -> Served:
+                tree_budget: int | None = None, executor: str = "auto", max_running: int = 8,
+                draft_length: DraftLength = AUTO) -> Served:
     """Load a directory of `kilotok export` and the draft head in its dflash/, if there is one and it is wanted.
 
     device, executor: see `choose_executor`. dtype: of weights and activations; None: float32 on a CPU, bfloat16 on a GPU.
     tree_budget: nodes of draft trees, which requests then get unless they say otherwise; None: chains.
     max_running: requests at a time, for which the persistent executor has room.
+    draft_length: of requests that do not say: "auto", or proposals a round at most.
     Errors: ValueError for a draft made for another target, naming both; FileNotFoundError, ValueError and NotImplementedError for a
         directory that cannot be served.
     """
@@ -47,7 +50,8 @@ def load_served(out: Path, *, name: str | None, use_draft: bool, device: str, dt
     if not any((out / name).is_file() for name in TOKENIZER_FILES):
         raise FileNotFoundError(f"{out}: no tokenizer ({' or '.join(TOKENIZER_FILES)}). transformers would make an empty one up: copy the model's own.")
     tokenizer = AutoTokenizer.from_pretrained(out)
-    runs, reason = load_best_executor(out, choice, dtype=dtype, taps=taps, num_slots=max_running, may_fall_back=executor == "auto")
+    runs, reason = load_best_executor(out, choice, dtype=dtype, taps=taps, num_slots=max_running, may_fall_back=executor == "auto",
+                                      draft_dir=draft_dir if taps else None)
     make_drafter = None
     if taps:
         draft = read_draft(draft_dir, dtype=runs.embedding_VD.dtype).to(runs.device)
@@ -61,6 +65,7 @@ def load_served(out: Path, *, name: str | None, use_draft: bool, device: str, dt
     return Served(
         name=served_name, executor=runs, make_drafter=make_drafter, tokenizer=tokenizer,
         eos_ids=end_token_ids(out), max_length=runs.max_length, tree_budget=tree_budget,
-        fingerprint=f"{sha256[:12]}-{kind}{runs.description['dtype']}",
+        draft_length=draft_length if taps else None, fingerprint=f"{sha256[:12]}-{kind}{runs.description['dtype']}",
         description={**runs.description, "executor_reason": reason, "model": served_name, "weights_sha256": sha256, "max_length": runs.max_length, "draft": fit,
+                     **({"draft_length": draft_length} if taps else {}),
                      "threads": torch.get_num_threads()})

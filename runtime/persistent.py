@@ -8,13 +8,17 @@ text is the same with and without a draft, alone and among others, and in whatev
 
 A step's width is the smallest that holds its columns: runners of every width share one cache.
 
+With a draft head in the kernel (kernels/persistent/round_inputs.py) several rounds of draft, verify and accept run without the host. Every step then also
+takes the draft's context, so that sequences can change between steps and rounds at any time.
+
 Legend: C columns, T tokens, X taps, D hidden, V vocabulary.
 """
 
 import logging
+import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,7 +26,7 @@ from torch import Tensor
 from ..dflash.generate import Read, ReadTree, TargetStep
 from ..dflash.sampling import Sampling
 from ..dflash.tree import ANCHOR, DraftTree
-from ..kernels.persistent import Column, StepInputs, StepState, StepWeights, unpack_dense
+from ..kernels.persistent import Column, DraftState, DraftWeights, RoundColumn, RoundInputs, StepInputs, StepState, StepWeights, unpack_dense
 from ..kernels.persistent.attention import COLUMNS
 from ..kernels.persistent.plan import CHUNK, RUN_COLUMNS
 from .kv_pages import PagePool, pages_for
@@ -50,17 +54,33 @@ class ResidentRunner(StepRunner, Protocol):
         """Each column's next token becomes its next input: int32 [steps, C], -1 in dead columns. Fewer steps if `stopped` says so on the way."""
 
 
+@runtime_checkable
+class RoundRunner(ResidentRunner, Protocol):
+    """One that has a draft head, and can run several rounds without the host. All its steps take the draft's context."""
+
+    def run_rounds(self, inputs: RoundInputs, num_rounds: int, *, stopped: Callable[[], bool]) -> tuple[Tensor, Tensor]:
+        """(tokens, verified): of every round the committed tokens, int32 [R, C], of sequence s from column 8 s on, and how many proposals were verified, int32
+        [R, S]; both -1 where there are none. One round at least, and fewer than asked for if `stopped` says so on the way."""
+
+
+def kernel_picks(sampling: Sampling) -> bool:
+    """Whether the kernel picks tokens so, several steps or rounds in a row: greedy, or with a temperature alone."""
+    return sampling.temperature == 0 or (sampling.top_k is None and sampling.top_p == 1)
+
+
 class PersistentExecutor:
     """Weights, pages and runners; sequences come from `open`.
 
-    make_runner: of a state; one is made for every width when it is first needed.
+    make_runner: of a state, and of the draft's where there is one; a runner is made for every width when it is first needed.
     num_columns: of the widest step, of 8, 16, 32 and 64. num_pages: of 128 positions, for all sequences together.
     picks: whether runners pick tokens so; where not, they are picked from the logits on the host, and it is said once.
+    draft: a draft head for rounds, if the runners have it.
     Errors: ValueError for numbers that do not fit together.
     """
 
-    def __init__(self, weights: StepWeights, *, make_runner: Callable[[StepState], StepRunner], num_slots: int = 8, num_columns: int = 64,
-                 num_pages: int | None = None, picks: Callable[[Sampling], bool] = lambda sampling: True, name: str = "persistent") -> None:
+    def __init__(self, weights: StepWeights, *, make_runner: Callable[..., StepRunner], num_slots: int = 8, num_columns: int = 64,
+                 num_pages: int | None = None, picks: Callable[[Sampling], bool] = lambda sampling: True, name: str = "persistent",
+                 draft: DraftWeights | None = None) -> None:
         shape = weights.shape
         whole = pages_for(shape.max_length)
         num_pages = num_slots * whole if num_pages is None else num_pages
@@ -72,8 +92,9 @@ class PersistentExecutor:
         self.weights, self.num_columns, self.max_length, self.name = weights, num_columns, shape.max_length, name
         self.pool = PagePool(num_pages=num_pages, num_slots=num_slots, max_length=shape.max_length)
         self.device = weights.embedding_VD.device
-        self._make_runner, self._picks, self._has_said = make_runner, picks, False
+        self._make_runner, self._picks, self._said = make_runner, picks, set[str]()
         self._state = StepState.of(shape, num_columns=min(COLUMNS), num_slots=num_slots, num_pages=num_pages, device=self.device)
+        self._drafts = None if draft is None else DraftState.of(draft.shape, self._state)
         self._runners: dict[int, StepRunner] = {}
         self._head: Tensor | None = None
 
@@ -91,25 +112,67 @@ class PersistentExecutor:
     @property
     def description(self) -> dict[str, str]:
         return {"executor": self.name, "device": str(self.device), "dtype": "bfloat16",
-                "column_rule": f"steps of up to {self.num_columns} columns in tiles of 8, cache chunks of {CHUNK}, a token in any column"}
+                "column_rule": f"steps of up to {self.num_columns} columns in tiles of 8, cache chunks of {CHUNK}, a token in any column",
+                **({"rounds": "drafted without the host, for chains that are greedy or sampled by temperature alone"} if self.has_rounds else {})}
 
     @property
     def can_reside(self) -> bool:
         """Whether several steps can be run without the host."""
         return isinstance(self.runner(min(COLUMNS)), ResidentRunner)
 
+    @property
+    def has_rounds(self) -> bool:
+        """Whether the runners have a draft head."""
+        return self._drafts is not None and isinstance(self.runner(min(COLUMNS)), RoundRunner)
+
     def can_pick(self, sampling: Sampling) -> bool:
         """Whether a step itself picks tokens so."""
-        if not self._picks(sampling):
-            if not self._has_said:
-                logger.warning("the step on the device does not pick tokens with %s: they are picked from the logits on the host", sampling)
-            self._has_said = True
+        if self._picks(sampling):
+            return True
+        self._say_once(f"the step on the device does not pick tokens with {sampling}: they are picked from the logits on the host", about="picks")
+        return False
+
+    def can_round(self, sampling: Sampling) -> bool:
+        """Whether a sequence that is sampled so can take part in rounds."""
+        return self.has_rounds and kernel_picks(sampling)
+
+    def can_draft(self, sampling: Sampling, *, is_tree: bool = False) -> bool:
+        """Whether rounds can draft for a request; where they could not for this one, it is said once."""
+        if not self.has_rounds:
+            if self._drafts is not None:
+                self._say_once("the step does not run rounds here: the draft head in torch drafts, and a step at a time verifies", about="rounds at all")
             return False
-        return True
+        if is_tree:
+            self._say_once("draft trees are made by the draft head in torch, and verified a step at a time", about="trees")
+        elif not kernel_picks(sampling):
+            self._say_once(f"rounds on the device do not pick tokens with {sampling}: the draft head in torch drafts them, and they are verified a step at a "
+                           "time", about="rounds")
+        return not is_tree and kernel_picks(sampling)
+
+    def _say_once(self, what: str, *, about: str) -> None:
+        if about not in self._said:
+            logger.warning("executor: %s", what)
+        self._said.add(about)
+
+    def set_draft_costs(self, *, cost_8: Sequence[float] | None = None, scale_8: Sequence[float] | None = None) -> None:
+        """What rounds choose the number of proposals by from now on; None: as before, at first all that may be, at the draft's word.
+
+        cost_8: time of a round that verifies 0..7, in any unit; scale_8: what the draft's probability of proposal n is multiplied with, at n.
+        Errors: ValueError unless it is 8 numbers above 0, or without a draft head.
+        """
+        for name, given in (("cost_8", cost_8), ("scale_8", scale_8)):
+            if given is None:
+                continue
+            if self._drafts is None:
+                raise ValueError(f"executor: {name} is for a draft head in the kernel, which this executor has not.")
+            if len(given) != RUN_COLUMNS or not all(0 < x < math.inf for x in given):
+                raise ValueError(f"executor: {name} must be {RUN_COLUMNS} numbers above 0; got {list(given)}.")
+            getattr(self._drafts, name).copy_(torch.tensor(given))
 
     def fits(self, lengths: Sequence[int]) -> bool:
-        """Whether sequences that grow to so many tokens have slots and pages together."""
-        return len(lengths) <= self.pool.num_slots and sum(pages_for(min(n, self.max_length)) for n in lengths) <= self.pool.num_pages
+        """Whether sequences that grow to so many tokens have slots and pages together; with a draft head a block behind their ends too."""
+        ahead = 0 if self._drafts is None else RUN_COLUMNS
+        return len(lengths) <= self.pool.num_slots and sum(pages_for(min(n + ahead, self.max_length)) for n in lengths) <= self.pool.num_pages
 
     def open(self, *, one_column: bool = False) -> "PersistentSequence":
         """An empty sequence; close it, or its slot is taken for ever. one_column: as without it, as nothing is gained.
@@ -122,7 +185,8 @@ class PersistentExecutor:
         """The narrowest one for so many columns."""
         width = min(c for c in COLUMNS if c >= columns)
         if width not in self._runners:
-            self._runners[width] = self._make_runner(self._state if width == min(COLUMNS) else self._state.wider(width))
+            states: list[Any] = [self._state, *([] if self._drafts is None else [self._drafts])]
+            self._runners[width] = self._make_runner(*(state if width == min(COLUMNS) else state.wider(width) for state in states))
         return self._runners[width]
 
     @torch.inference_mode()
@@ -156,6 +220,27 @@ class PersistentExecutor:
         assert isinstance(runner, ResidentRunner)
         found: list[list[int]] = runner.run_steps(inputs, num_steps, stopped=stopped)[:, :len(chunks)].T.tolist()
         return found
+
+    @torch.inference_mode()
+    def run_rounds(self, chunks: Sequence["Chunk"], num_rounds: int, *, limits: Sequence[int], stopped: Callable[[], bool]
+                   ) -> list[list[tuple[tuple[int, ...], int]]]:
+        """Several rounds at once: of each chunk, which has one column, what every round committed and how many proposals it verified.
+
+        The pages of all positions that they can reach are taken first. limits: proposals verified at most, 0..7, of each. Errors: as `step`.
+        """
+        sequences: list[RoundColumn | None] = []
+        for chunk, limit in zip(chunks, limits, strict=True):
+            assert len(chunk.ids) == 1, "a round begins with one token a sequence"
+            s = chunk.sampling
+            chunk.sequence.reserve(min(chunk.position + RUN_COLUMNS * num_rounds, self.max_length))
+            sequences.append(RoundColumn(token_id=chunk.ids[0], slot=chunk.sequence.slot, position=chunk.position, temperature=s.temperature, top_p=s.top_p,
+                                         top_k=s.top_k, seed=s.seed, limit=limit))
+        runner = self.runner(RUN_COLUMNS * len(chunks))
+        assert isinstance(runner, RoundRunner)
+        sequences += [None] * (runner.state.num_columns // RUN_COLUMNS - len(chunks))
+        tokens_RC, verified_RS = runner.run_rounds(RoundInputs.of(sequences), num_rounds, stopped=stopped)
+        return [[(tuple(t for t in tokens[s * RUN_COLUMNS:(s + 1) * RUN_COLUMNS] if t >= 0), verified[s])
+                 for tokens, verified in zip(tokens_RC.tolist(), verified_RS.tolist(), strict=True) if verified[s] >= 0] for s in range(len(chunks))]
 
     def _prepare(self, chunks: Sequence["Chunk"]) -> tuple[StepRunner, StepInputs]:
         columns: list[Column | None] = []

@@ -35,7 +35,7 @@ EXACT = Bound(maximum=2.0**-6, rms=2.0**-8, reason="weights and results rounded 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step over a cache. Where nothing may be read, the cache is NaN."""
+    """A step over a cache. Where nothing may be read, the cache is NaN. Not causal: columns see their whole run."""
 
     heads: Heads
     step: Step
@@ -45,12 +45,20 @@ class Case:
     sin_LK: Tensor
     qk_norm: Tensor | None
     max_length: int
+    causal: bool = True
+
+    def sees(self) -> Tensor | None:
+        """The last position that each column sees, where it is not its own."""
+        if self.causal:
+            return None
+        slots, positions = self.step.slots_C.tolist(), self.step.positions_C.tolist()
+        return torch.tensor([max(p for s, p in zip(slots, positions, strict=True) if s == slot) for slot in slots], dtype=torch.int32)
 
     def twin(self, *, dtype: torch.dtype = torch.float32, weights_exact: bool = False, keys: int = CHUNK) -> tuple[Tensor, Tensor]:
         """(output, the cache after it). weights_exact: nothing is rounded behind the bf16 queries, keys and values."""
         cache = self.cache.clone()
         out = attention_ref(self.qkv_CW, self.step, heads=self.heads, cache=cache, cos_LK=self.cos_LK, sin_LK=self.sin_LK, qk_norm=self.qk_norm, dtype=dtype,
-                            rounded=torch.bfloat16, round_weights=not weights_exact, keys=keys)
+                            rounded=torch.bfloat16, round_weights=not weights_exact, keys=keys, sees_C=self.sees())
         return out, cache
 
     def only(self, columns: Sequence[int]) -> "Case":
@@ -99,17 +107,18 @@ def poisoned(case: Case) -> AttentionWorkspace:
     return space
 
 
-def run_on_cpu(case: Case, *, form: AttentionForm, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """(output, cache) of the device code, 29 programs in a random order. Dead columns of the output are NaN if nothing wrote them."""
+def run_on_cpu(case: Case, *, form: AttentionForm, seed: int = 0, programs: int = 29) -> tuple[Tensor, Tensor]:
+    """(output, cache) of the device code, its programs in a random order. Dead columns of the output are NaN if nothing wrote them."""
     device, planning = on_cpu("attention_device"), on_cpu("plan")
     space, cache, columns = poisoned(case), case.cache.clone(), len(case.step.slots_C)
     plan, step = space.plan, case.step
     launch(planning.plan_kernel, 1, step.slots_C, step.positions_C, plan.rows_N8, plan.num_rows, plan.spans_C, C=columns,
-           CLASSES=num_classes(case.max_length), WINDOW=case.heads.window or 0, NUM_WARPS=8, **form.plan_constants(case.heads, programs=29))
+           CLASSES=num_classes(case.max_length), WINDOW=case.heads.window or 0, NUM_WARPS=8, CAUSAL=case.causal,
+           **form.plan_constants(case.heads, programs=programs))
     out = torch.full((columns, case.heads.num_heads * case.heads.head_dim), torch.nan, dtype=torch.bfloat16)
-    launch(device.attend_kernel, 29, case.qkv_CW, case.qkv_CW if case.qk_norm is None else case.qk_norm, case.cos_LK, case.sin_LK, cache, step.pages_SP,
-           plan.rows_N8, plan.num_rows, space.mixed, space.stats, space.arrivals, out, step.pages_SP.shape[1], plan.rows_N8, PROGRAMS=29,
-           STAMPED=False, NUM_WARPS=8, seed=seed, **form.constants(), **attention_constants(case.heads, num_columns=columns))
+    launch(device.attend_kernel, programs, case.qkv_CW, case.qkv_CW if case.qk_norm is None else case.qk_norm, case.cos_LK, case.sin_LK, cache, step.pages_SP,
+           plan.rows_N8, plan.num_rows, space.mixed, space.stats, space.arrivals, out, step.pages_SP.shape[1], plan.rows_N8, PROGRAMS=programs,
+           STAMPED=False, CAUSAL=case.causal, NUM_WARPS=8, seed=seed, **form.constants(), **attention_constants(case.heads, num_columns=columns))
     if not form.last_merges:
         launch(device.merge_kernel, 5, space.mixed, space.stats, plan.spans_C, out, PROGRAMS=5, C=columns, H=case.heads.num_heads,
                G=case.heads.num_kv_heads, HALF=case.heads.head_dim // 2, NUM_WARPS=8, seed=seed)
@@ -121,9 +130,9 @@ def run_on_gpu(case: Case, *, form: AttentionForm, seed: int = 0) -> tuple[Tenso
     """The kernels; `seed` changes nothing."""
     space, cache, columns = poisoned(case), case.cache.clone(), len(case.step.slots_C)
     out = torch.full((columns, case.heads.num_heads * case.heads.head_dim), torch.nan, dtype=torch.bfloat16, device=case.qkv_CW.device)
-    plan_columns(case.step, heads=case.heads, workspace=space, max_length=case.max_length, form=form)
+    plan_columns(case.step, heads=case.heads, workspace=space, max_length=case.max_length, form=form, causal=case.causal)
     attention(case.qkv_CW, case.step, heads=case.heads, cache=cache, cos_LK=case.cos_LK, sin_LK=case.sin_LK, workspace=space, out_CW=out,
-              qk_norm=case.qk_norm, form=form)
+              qk_norm=case.qk_norm, form=form, causal=case.causal)
     assert not space.arrivals.any(), "counters are zero between launches"
     return out, cache
 

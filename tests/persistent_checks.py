@@ -121,3 +121,38 @@ def check_residence(executor: PersistentExecutor, ids: Sequence[int], *, num_tok
             sequence.close()
         texts.append(found)
     assert texts[0] == texts[1] == texts[2] and texts[0][0] != texts[0][1]
+
+
+def check_rounds(executor: PersistentExecutor, ids: Sequence[int], *, num_tokens: int) -> float:
+    """Tokens of rounds are those of plain decoding, greedy and sampled, two sequences and one at a time, whatever number of rounds goes without the host and
+    with single steps in between. num_tokens: as many as steps can go without it. Returns committed tokens a round."""
+    samplings = (NO_SAMPLING, Sampling(temperature=0.8, seed=5))
+    expected, committed, rounds = list[list[int]](), 0, 0
+    for how in samplings:
+        sequence = executor.open()
+        sequence.read(ids)
+        expected.append(executor.run_steps([Chunk(sequence=sequence, ids=(ids[-1],), position=len(ids), sampling=how, last_only=False)], num_tokens,
+                                           stopped=lambda: False)[0])
+        sequence.close()
+    for places, num_rounds in (((0, 1), 1), ((0, 1), 4), ((1,), 2)):
+        sequences, found = [executor.open() for _ in places], [list[int]() for _ in places]
+        for sequence in sequences:
+            sequence.read(ids)
+        turn = 0
+        while min(map(len, found)) < num_tokens - 8 * num_rounds:
+            chunks = [Chunk(sequence=s, ids=(text[-1] if text else ids[-1],), position=s.length, sampling=samplings[place], last_only=False)
+                      for s, text, place in zip(sequences, found, places, strict=True)]
+            turn += 1
+            if turn % 3 == 0:
+                more = executor.run_steps(chunks, 1, stopped=lambda: False)
+            else:
+                done = executor.run_rounds(chunks, num_rounds, limits=[7] * len(places), stopped=lambda: False)
+                more = [[t for tokens, _ in one for t in tokens] for one in done]
+                committed, rounds = committed + sum(map(len, more)), rounds + sum(map(len, done))
+            for sequence, text, m in zip(sequences, found, more, strict=True):
+                text += m
+                sequence.length += len(m)
+        for sequence, text, place in zip(sequences, found, places, strict=True):
+            assert text[:num_tokens] == expected[place][:len(text)], f"{num_rounds} rounds at a time"
+            sequence.close()
+    return committed / rounds

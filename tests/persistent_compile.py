@@ -68,8 +68,9 @@ def build(kernel: Any, constants: dict[str, Any], *, maxnreg: int | None = None)
 
 
 @cache
-def build_attend(heads: Heads, *, num_columns: int, form: AttentionForm = FORM, stamped: bool = False, maxnreg: int | None = None) -> Built:
-    constants = {**attention_constants(heads, num_columns=num_columns), **form.constants(), "PROGRAMS": 132, "STAMPED": stamped}
+def build_attend(heads: Heads, *, num_columns: int, form: AttentionForm = FORM, stamped: bool = False, maxnreg: int | None = None,
+                 causal: bool = True) -> Built:
+    constants = {**attention_constants(heads, num_columns=num_columns), **form.constants(), "PROGRAMS": 132, "STAMPED": stamped, "CAUSAL": causal}
     return build(attend_kernel, constants, maxnreg=maxnreg)
 
 
@@ -79,8 +80,8 @@ def build_merge(heads: Heads, *, num_columns: int) -> Built:
 
 
 @cache
-def build_plan(*, num_columns: int, max_length: int, window: int | None = None) -> Built:
-    return build(plan_kernel, {"C": num_columns, "CLASSES": num_classes(max_length), "WINDOW": window or 0, "AT_ONCE": 33, "PART_COLUMNS": 4})
+def build_plan(*, num_columns: int, max_length: int, window: int | None = None, causal: bool = True) -> Built:
+    return build(plan_kernel, {"C": num_columns, "CLASSES": num_classes(max_length), "WINDOW": window or 0, "AT_ONCE": 33, "PART_COLUMNS": 4, "CAUSAL": causal})
 
 
 @cache

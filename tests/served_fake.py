@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from kilotok.dflash.generate import TargetStep
 from kilotok.dflash.sampling import Sampling, choose_tokens
-from kilotok.dflash.tree import ANCHOR, DraftTree
+from kilotok.dflash.tree import ANCHOR, DraftTree, chain
 from kilotok.runtime.engine import Engine
 from kilotok.runtime.serve import bind
 from kilotok.runtime.server.app import create_app
@@ -114,12 +114,17 @@ class FakeDrafter:
             proposals.append(history[-1])
         return proposals + [0] * (count - len(proposals))   # what follows a wrong one is never looked at
 
+    def propose_chain(self, anchor: int, *, count: int, sampling: Sampling) -> DraftTree:
+        """As sure of every proposal as of the others."""
+        return chain(self.propose(anchor, count=count, sampling=sampling), confidences=[0.8] * count)
+
     def propose_tree(self, anchor: int, *, count: int, budget: int, sampling: Sampling) -> DraftTree:
         """The chain, then siblings of its first token: the target's own pick, and likely ones."""
         proposals, history = self.propose(anchor, count=count, sampling=sampling)[:budget], [*self._tokens, anchor]
         pick = choose_tokens(row_of(history)[None], first_position=len(history), sampling=sampling)
         others = [t for t in dict.fromkeys((*pick, *LIKELY)) if t != proposals[0]][:budget - len(proposals)]
-        return DraftTree(token_ids=(*proposals, *others), parents=(*range(ANCHOR, len(proposals) - 1), *[ANCHOR] * len(others)))
+        return DraftTree(token_ids=(*proposals, *others), parents=(*range(ANCHOR, len(proposals) - 1), *[ANCHOR] * len(others)),
+                         confidences=(*[0.5] * len(proposals), *[0.4 / max(1, len(others))] * len(others)))
 
 
 class WrongDrafter(FakeDrafter):

@@ -16,7 +16,7 @@ from kilotok.kernels.moe.product import SWIZZLE_NONE
 from kilotok.kernels.persistent.attention import FORM, FORM_OF_TWO, AttentionForm, Heads
 from kilotok.kernels.persistent.fragments import NUM_WARPS
 from kilotok.kernels.persistent.model import MATRICES, StepShape
-from kilotok.kernels.persistent.step_code import POINTER_TYPES, Pointers, StepCode, launch_options
+from kilotok.kernels.persistent.step_code import POINTER_TYPES, StepCode, launch_options
 from kilotok.kernels.persistent.step_device import step_kernel
 
 SHAPES = {
@@ -97,15 +97,20 @@ class Built:
 @cache
 def build_step(name: str, *, num_columns: int = 8, phase: str = "all", profile: bool = False, variant: Variant = VARIANTS["pairs"]) -> Built:
     code = code_of(SHAPES[name], num_columns=num_columns, phase=phase, profile=profile, variant=variant)
-    names = list(step_kernel.arg_names)
+    return build_kernel(step_kernel, code, pointers={"p": POINTER_TYPES}, codes={"S": code}, options=launch_options(code))
+
+
+def build_kernel(kernel: Any, code: StepCode, *, pointers: dict[str, Any], codes: dict[str, Any], options: dict[str, Any]) -> Built:
+    """pointers: argument names and types of named tuples of tensors; codes: of what is known when compiling."""
+    names = list(kernel.arg_names)
     desc = f"tensordesc<i32[{NUM_WARPS // 2}, 256],{SWIZZLE_NONE!r}>"
-    signature: dict[str, Any] = {n: desc if n.endswith("_desc") else "i32" for n in names} | {"p": POINTER_TYPES, "S": "constexpr"}
+    signature: dict[str, Any] = {n: desc if n.endswith("_desc") else "i32" for n in names} | pointers | dict.fromkeys(codes, "constexpr")
     for prefix, expert in (("up", code.up), ("down", code.down)):
         signature[f"{prefix}_scales_desc"] = f"tensordesc<i32[1, {expert.SCALE_BOX}],{SWIZZLE_NONE!r}>"
-    attrs = {(names.index("p"), i): [["tt.divisibility", 16]] for i in range(len(Pointers._fields))}
+    attrs = {(names.index(n), i): [["tt.divisibility", 16]] for n, types in pointers.items() for i in range(len(types))}
     started = time.time()
-    source = GluonASTSource(step_kernel, signature, {"S": code}, attrs=attrs)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch_options(code))
+    source = GluonASTSource(kernel, signature, codes, attrs=attrs)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     seconds = time.time() - started
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

@@ -1,4 +1,4 @@
-"""The control flow of the step kernel at the sizes of real models: every wait, arrival and stage of every program, without the products.
+"""The control flow of the step kernel, and of rounds, at the sizes of real models: every wait, arrival and stage of every program, without the products.
 
 What the device code decides by numbers is kept: how many items and stages a partition has, who meets whom how often, which signals are given. What it
 computes is left out. Every consumer draws a routing list of its own, so that partitions disagree more than they ever can on a GPU.
@@ -11,11 +11,13 @@ from typing import Any
 
 import step_on_cpu
 import torch
-from step_compile import VARIANTS, Variant, code_of
+from step_compile import VARIANTS, Variant, code_of, layouts_of_shape
 from step_on_cpu import Kernel, Memory, Word
 
 from kilotok.kernels.persistent import StepShape
-from kilotok.kernels.persistent.step_code import POINTER_TYPES, Pointers
+from kilotok.kernels.persistent.draft_code import DRAFT_POINTER_TYPES, round_code
+from kilotok.kernels.persistent.draft_model import DraftShape
+from kilotok.kernels.persistent.step_code import POINTER_TYPES
 
 
 class Nothing:
@@ -56,10 +58,15 @@ def _count_box(_desc: Any, _at: list[Any], barrier: Any, _target: Any, size: int
 
 
 def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layers: int, num_steps: int, seed: int,
-                 variant: Variant = VARIANTS["pairs"], one_list: bool = False) -> dict[str, int]:
+                 variant: Variant = VARIANTS["pairs"], one_list: bool = False, draft: DraftShape | None = None, drafts: bool = True) -> dict[str, int]:
     """Runs the kernel's control flow to its end; returns the stages that all producers copied and all consumers released. Raises `Stuck` if they wait
-    for each other."""
-    code = replace(code_of(shape, num_columns=num_columns, programs=programs, variant=variant), ONE_LIST=one_list)
+    for each other. With a draft num_steps are rounds, or without `drafts` steps of their kernel."""
+    code, draft_code = code_of(shape, num_columns=num_columns, programs=programs, variant=variant), None
+    if draft is not None:
+        shape = replace(shape, rolled=True)
+        code, draft_code = round_code(shape, draft, layouts=layouts_of_shape(shape, programs=programs), num_columns=num_columns,
+                                      programs=programs * variant.per_sm, **variant.code)
+    code = replace(code, ONE_LIST=one_list)
     programs *= variant.per_sm
     counts, lock = {"copied": 0, "released": 0}, threading.Lock()
     draw = random.Random(seed)
@@ -105,7 +112,7 @@ def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layer
         "persistent.dense_device": {"multiply_item": multiply_item, "normalize": normalize, "load_norm": nothing, "load_fragments": nothing,
                                     "read_fragments": nothing, "rows_of": lambda *_: (Word(0), False), "sum_over_warps": nothing},
         "persistent.rolled_dense": {"load_weights": lambda *_: (), "_factor": nothing, "_load_residual": nothing, "_fill": nothing, "_copy_stage": nothing,
-                                    "_multiply_stage": nothing, "sum_over_warps": lambda *_: 0.0},
+                                    "_multiply_stage": nothing, "sum_over_warps": lambda *_: 0.0, "_store_channels": nothing},
         "moe.device": products, "moe.rolled": products,
         "persistent.step_dense": {"live_of": lambda *_: 255},
         "persistent.step_phases": {"choose_experts": route, "clear_list": nothing, "write_list": nothing, "write_weights": nothing,
@@ -113,15 +120,27 @@ def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layer
                                    "spans_of_row": nothing},
         "persistent.step_consumer": {"live_of": lambda *_: 255, "embed_phase": nothing, "add_phase": nothing, "sample_phase": nothing, "finish_phase": nothing,
                                    "load_norm": nothing},
+        "persistent.draft_dense": {"live_of": lambda *_: 255},
+        "persistent.draft_phases": {"attend": nothing, "prepare": nothing, "merge_columns": nothing, "spans_of_row": nothing},
+        "persistent.draft_consumer": {"live_of": lambda *_: 255, **dict.fromkeys((
+            "embed_phase", "add_phase", "sample_phase", "draft_embed_phase", "draft_sample_phase", "choose_phase", "accept_phase", "append_phase"), nothing)},
     }
     kernel = Kernel(programs, consumers=code.PARTITIONS, cheap=cheap, language={"allocate_shared_memory": _allocate, "store": nothing},
                     mbarrier={"expect": expect}, copy=lambda desc, at, barrier, target: _count_box(desc, at, barrier, target, int(desc[0, 0])))
     sizes = {"list_tiles": 2 * programs, "list_experts": 2 * programs * code.TILES, "list_pairs": 2 * programs * code.TILES * 8,
              "list_weights": 2 * programs * code.TILES * 8,
              "residual": code.C * code.D}
-    pointers = Pointers(**{name: torch.zeros(sizes.get(name, 1), dtype=torch.float32 if kind == "*fp32" else torch.int32)
-                           for name, kind in POINTER_TYPES._asdict().items()})
+
+    def memory(types: Any) -> Any:
+        return type(types)(**{name: torch.zeros(sizes.get(name, 1), dtype=torch.float32 if kind == "*fp32" else torch.int32)
+                              for name, kind in types._asdict().items()})
+
     # instead of weights: bytes of a box
-    descriptors = [torch.tensor([[size]]) for size in (4096,) * 5 + (4 * code.up.SCALE_BOX, 4096, 4 * code.down.SCALE_BOX)]
-    kernel.launch(tuple(descriptors), pointers, num_layers, num_steps, 1, 1, 1000, 0, 1, code=code)
+    descriptors = [torch.tensor([[size]]) for size in (4096,) * 5 + (4 * code.up.SCALE_BOX, 4096, 4 * code.down.SCALE_BOX) + (4096,) * (6 if draft else 0)]
+    if draft_code is None:
+        kernel.launch(tuple(descriptors), memory(POINTER_TYPES), num_layers, num_steps, 1, 1, 1000, 0, 1, code=code)
+    else:
+        kernel.launch(tuple(descriptors), memory(POINTER_TYPES), num_layers, draft_code.LAYERS, num_steps, 1, 1, 1000, 0, 1, int(drafts), -1, code=code,
+                      draft=(memory(DRAFT_POINTER_TYPES), draft_code))
     return counts
+

@@ -23,7 +23,7 @@ from torch import Tensor
 
 _DEVICE_MODULES = ("moe.stream", "moe.device", "moe.rolled", *(f"persistent.{name}" for name in (
     "dense_device", "rolled_dense", "merge_device", "attention_rows", "attention_device", "plan", "router", "sample_device",
-    "step_dense", "step_phases", "step_consumer", "step_device")))
+    "step_dense", "step_phases", "step_consumer", "step_device", "draft_phases", "draft_choose", "draft_dense", "draft_consumer", "draft_device")))
 _here = base._state
 
 
@@ -35,6 +35,9 @@ class Word(int):
 
     def __floordiv__(self, other: Any) -> "Word":
         return Word(int(self) // other)
+
+    def __add__(self, other: Any) -> Any:
+        return Word(int(self) + other) if isinstance(other, int) else int(self) + other
 
 
 def _range(*bounds: Any) -> Any:
@@ -358,11 +361,13 @@ class Kernel:
             thread.join()
         _waits.add(1)
 
-    def launch(self, descriptors: tuple[Tensor, ...], pointers: Any, *numbers: int, code: Any) -> None:
-        """`step_kernel` by every program at once. descriptors: tensors as TMA sees them."""
-        kernel = vars(self.modules["persistent.step_device"])["step_kernel"]
+    def launch(self, descriptors: tuple[Tensor, ...], pointers: Any, *numbers: int, code: Any, draft: tuple[Any, Any] | None = None) -> None:
+        """`step_kernel` by every program at once; with the draft's pointers and code `round_kernel`. descriptors: tensors as TMA sees them."""
+        module, name = ("step_device", "step_kernel") if draft is None else ("draft_device", "round_kernel")
+        kernel = vars(self.modules[f"persistent.{module}"])[name]
         _waits.begin(self.programs)
-        p = type(pointers)(*(Pointer(t) for t in pointers))
+        p = [type(group)(*(Pointer(t) for t in group)) for group in (pointers, *(() if draft is None else draft[:1]))]
+        codes = (code, *(() if draft is None else draft[1:]))
         Pointer.to = lambda self, *_a, **_o: self  # type: ignore[attr-defined]
         Pointer.__radd__ = Pointer.__add__  # type: ignore[attr-defined]
         Pointer.dtype = property(lambda self: SimpleNamespace(element_ty=self.memory.dtype))  # type: ignore[attr-defined]
@@ -370,7 +375,7 @@ class Kernel:
         def run(program: int) -> None:
             _here.program = program
             try:
-                kernel(*descriptors, p, *map(Word, numbers), code)
+                kernel(*descriptors, *p, *map(Word, numbers), *codes)
             except BaseException as error:
                 self._fail(error)
             finally:

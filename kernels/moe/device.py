@@ -38,7 +38,7 @@ _SIGMOID_PTX = gl.constexpr("{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.appro
 
 
 @gluon.jit
-def _sigmoid(x):
+def sigmoid(x):
     """1 / (1 + exp(-x)) to about 2**-22, without the range reductions of exp and division: its limits come out right without them."""
     ptx: gl.constexpr = _SIGMOID_PTX
     return gl.inline_asm_elementwise(ptx, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
@@ -107,12 +107,12 @@ def store_channels(sums, out_ptr, bias_ptr, expert, tile, stage, end, live, chan
             gate += gl.load(bias_ptr + expert * (2 * F) + f, mask=mask, other=0.0)
             up += gl.load(bias_ptr + expert * (2 * F) + F + f, mask=mask, other=0.0)
         if ACTIVATION == "silu":
-            value = gate * _sigmoid(gate) * up
+            value = gate * sigmoid(gate) * up
         else:
             gl.static_assert(ACTIVATION == "clamped_swiglu")
             gate = gl.minimum(gate, _LIMIT)
             up = gl.minimum(gl.maximum(up, -_LIMIT), _LIMIT)
-            value = (up + 1.0) * gate * _sigmoid(_ALPHA * gate)
+            value = (up + 1.0) * gate * sigmoid(_ALPHA * gate)
         gl.store(out_ptr + (tile * _COLUMNS + pair_column) * F + f, value.to(gl.bfloat16), mask=mask)
 
 

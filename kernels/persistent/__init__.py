@@ -2,8 +2,11 @@
 
 from .attention import Heads
 from .dense import Cut, Dense, dense_ref, live_mask, normalize_ref
+from .draft_model import DraftLayer, DraftShape, DraftState, DraftWeights
+from .draft_ref import RoundRef
 from .fragments import DenseLayout, DenseWeight, choose_dense_layout, pack_dense, unpack_dense
 from .model import Column, LayerMatrices, StepInputs, StepShape, StepState, StepWeights
+from .round_inputs import RoundColumn, RoundInputs
 from .step_ref import LAYER_PHASES, PHASES, StepRef, sample_ref, step_ref
 
 __all__ = [
@@ -14,8 +17,15 @@ __all__ = [
     "Dense",
     "DenseLayout",
     "DenseWeight",
+    "DraftLayer",
+    "DraftShape",
+    "DraftState",
+    "DraftWeights",
     "Heads",
     "LayerMatrices",
+    "RoundColumn",
+    "RoundInputs",
+    "RoundRef",
     "StepInputs",
     "StepRef",
     "StepShape",

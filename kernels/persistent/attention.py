@@ -129,12 +129,13 @@ def queries_and_keys_ref(qkv_CW: Tensor, positions_C: Tensor, *, heads: Heads, q
 
 def attention_ref(qkv_CW: Tensor, step: Step, *, heads: Heads, cache: Tensor, cos_LK: Tensor, sin_LK: Tensor, qk_norm: Tensor | None = None,
                   rounded: torch.dtype | None = torch.bfloat16, round_weights: bool = True, keys: int = CHUNK,
-                  dtype: torch.dtype = torch.float32) -> Tensor:
+                  dtype: torch.dtype = torch.float32, sees_C: Tensor | None = None) -> Tensor:
     """Mixed values [C, H * K] in `dtype`; the columns' keys and values are stored in `cache`. Dead columns are zeros.
 
     Shapes: qkv_CW [C, (H + 2 G) K], raw, queries first; cache [P, 2, G, 128, K]; qk_norm [H + G, K], the queries' norms, then the keys'.
     rounded: what queries, keys, values, weights and the result are rounded to; None leaves them in `dtype`. round_weights: False leaves the last two.
     keys: positions whose weights are rounded to bf16 against one maximum, `AttentionForm.keys`.
+    sees_C: int32, the last position that a column sees; None: its own. A draft's slots see their whole block.
     """
     def round_(x: Tensor, if_: bool = True) -> Tensor:
         return x.to(rounded).to(dtype) if rounded is not None and if_ else x
@@ -142,6 +143,7 @@ def attention_ref(qkv_CW: Tensor, step: Step, *, heads: Heads, cache: Tensor, co
     raw = queries_and_keys_ref(qkv_CW, step.positions_C, heads=heads, qk_norm=qk_norm, cos_LK=cos_LK, sin_LK=sin_LK, dtype=dtype)
     query, new_key, new_value = map(round_, raw)
     slots, positions, repeat = step.slots_C.tolist(), step.positions_C.tolist(), heads.num_heads // heads.num_kv_heads
+    sees = positions if sees_C is None else sees_C.tolist()
     for c, slot in enumerate(slots):
         if slot >= 0:
             page = step.pages_SP[slot, positions[c] // CHUNK]
@@ -150,7 +152,7 @@ def attention_ref(qkv_CW: Tensor, step: Step, *, heads: Heads, cache: Tensor, co
     for c, slot in enumerate(slots):
         if slot < 0:
             continue
-        first, end = first_chunk(positions[c], heads.window), positions[c] // CHUNK + 1
+        first, end = first_chunk(positions[c], heads.window), sees[c] // CHUNK + 1
         rows = query[c].view(heads.num_kv_heads, repeat, heads.head_dim)
         parts = []
         for span in range(span_of(first), span_of(end - 1) + 1):
@@ -161,7 +163,7 @@ def attention_ref(qkv_CW: Tensor, step: Step, *, heads: Heads, cache: Tensor, co
                 for block in range(0, CHUNK, keys):
                     key, value_rows = page[:, :, block:block + keys]
                     position = chunk * CHUNK + block + torch.arange(keys, device=rows.device)
-                    hidden = position > positions[c]
+                    hidden = position > sees[c]
                     if heads.window is not None:
                         hidden |= positions[c] - position >= heads.window
                     scores = (rows @ key.mT * heads.scale).masked_fill(hidden, -torch.inf)
@@ -213,18 +215,21 @@ def attention_constants(heads: Heads, *, num_columns: int) -> dict[str, Any]:
             "NORM": heads.rms_eps is not None, "WINDOW": heads.window or 0}
 
 
-def plan_columns(step: Step, *, heads: Heads, workspace: AttentionWorkspace, max_length: int, form: AttentionForm = FORM) -> None:
+def plan_columns(step: Step, *, heads: Heads, workspace: AttentionWorkspace, max_length: int, form: AttentionForm = FORM,
+                 causal: bool = True) -> None:
     """`plan_ref` into the workspace's plan: one launch of one program, once a step for all layers with these heads."""
     plan, columns = workspace.plan, len(step.slots_C)
     _check_step("plan_columns", step, like=plan.rows_N8)
     plan_kernel[(1,)](step.slots_C, step.positions_C, plan.rows_N8, plan.num_rows, plan.spans_C, C=columns, CLASSES=num_classes(max_length),
-                      WINDOW=heads.window or 0, NUM_WARPS=NUM_WARPS, num_warps=NUM_WARPS,
+                      WINDOW=heads.window or 0, CAUSAL=causal, NUM_WARPS=NUM_WARPS, num_warps=NUM_WARPS,
                       **form.plan_constants(heads, programs=num_programs(plan.rows_N8.device)))
 
 
 def attention(qkv_CW: Tensor, step: Step, *, heads: Heads, cache: Tensor, cos_LK: Tensor, sin_LK: Tensor, workspace: AttentionWorkspace, out_CW: Tensor,
-              qk_norm: Tensor | None = None, form: AttentionForm = FORM, stamps: Tensor | None = None) -> Tensor:
+              qk_norm: Tensor | None = None, form: AttentionForm = FORM, stamps: Tensor | None = None, causal: bool = True) -> Tensor:
     """`attention_ref` on an sm_90 GPU, into `out_CW` (bf16), behind `plan_columns` in the same form. Returns it. Nothing is read back.
+
+    causal: as of `plan_columns`; False lets every column see its whole run (`sees_C` of the twin is the run's last position).
 
     Shapes: qkv_CW fp32 or bf16; cache bf16; qk_norm bf16 or fp32. stamps: int64 [programs, STAMPS], in ns, when each program came last to: its start, queries
         and new keys in shared memory, weights of a block, mixed values of an item, its partial results stored, merged; None to build without.
@@ -254,7 +259,7 @@ def attention(qkv_CW: Tensor, step: Step, *, heads: Heads, cache: Tensor, cos_LK
     attend_kernel[(programs,)](
         qkv_CW, cos_LK if qk_norm is None else qk_norm, cos_LK, sin_LK, cache, step.pages_SP, plan.rows_N8, plan.num_rows, workspace.mixed,
         workspace.stats, workspace.arrivals, out_CW, step.pages_SP.shape[1], plan.rows_N8 if stamps is None else stamps, PROGRAMS=programs,
-        STAMPED=stamps is not None, NUM_WARPS=NUM_WARPS, num_warps=NUM_WARPS, **form.constants(), **constants)
+        STAMPED=stamps is not None, CAUSAL=causal, NUM_WARPS=NUM_WARPS, num_warps=NUM_WARPS, **form.constants(), **constants)
     if not form.last_merges:
         merge_kernel[(programs,)](workspace.mixed, workspace.stats, plan.spans_C, out_CW, PROGRAMS=programs, C=columns, H=heads.num_heads,
                                   G=heads.num_kv_heads, HALF=heads.head_dim // 2, NUM_WARPS=NUM_WARPS, num_warps=NUM_WARPS)

@@ -18,6 +18,9 @@ stored to the cache when the products are under way. Positions from the first ne
 
 What does not depend on this layer's products, the plan and the old keys, is loaded by `prepare`, ahead of the barrier behind them.
 
+CAUSAL: a column sees the keys of its run up to its own; else those of the whole run, which then every part of it puts into the block and only the columns'
+own part stores.
+
 The partial results of a span (maximum, sum, mixed values) go to a workspace, and are added in the order of the spans: by the item of the run and head
 that comes last (`merge_arrived`), or by all programs behind a barrier over the grid (`merge_columns`); see merge_device.py.
 """
@@ -187,7 +190,7 @@ def _store_partial(mixed_ptr, stats_ptr, largest, sums, mixed, first, count, HAL
 def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, pages_ptr, rows_ptr, mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, num_pages,
            number, stamps_ptr, PROGRAMS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr, SCALE: gl.constexpr,
            EPS: gl.constexpr, NORM: gl.constexpr, WINDOW: gl.constexpr, LAST_MERGES: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr,
-           SPLITS: gl.constexpr, STAMPED: gl.constexpr, NUM_WARPS: gl.constexpr):
+           SPLITS: gl.constexpr, STAMPED: gl.constexpr, NUM_WARPS: gl.constexpr, CAUSAL: gl.constexpr = True):
     """The items of program `number` of PROGRAMS: one from the front of the plan, then one from the back of every further round. first_item: of `prepare`.
 
     SCALE: of scores, with log2(e) in it. Leaves shared memory behind a barrier over the program only.
@@ -217,12 +220,19 @@ def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, 
     mixed = gl.zeros((VALUES, QUERIES), gl.float32, MIXED)
     while item < items:     # a block of an item
         group = item % G
-        before = columns >> 8               # columns of the run ahead of the item's; their keys are new too
-        total = before + (columns & 255)
+        if CAUSAL:
+            before = columns >> 8           # columns of the run ahead of the item's; their keys are new too
+            total = before + (columns & 255)
+            run = total
+        else:
+            before = (columns >> 8) & 255
+            total = before + (columns & 255)
+            run = columns >> 16             # all of them
         base = block * KEYS
         opens = block == first * (_CHUNK // KEYS)
-        more = block < gl.minimum(end * (_CHUNK // KEYS) - 1, (start + total - 1) // KEYS)
-        new, own, behind = start - base, start + before - base, start + total - base      # first new row of the block, first of the item's own, end
+        more = block < gl.minimum(end * (_CHUNK // KEYS) - 1, (start + run - 1) // KEYS)
+        new, own, behind = start - base, start + before - base, start + run - base      # first new row of the block, first of the item's own, end
+        own_end = start + total - base
         has_new = new < KEYS
         into = cache_ptr + (keys + base % _CHUNK * (2 * HALF))
         _fetch(v, into + TO_VALUES, new, VALUES, 64, HALF, KEYS, NUM_WARPS)
@@ -246,7 +256,8 @@ def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, 
             mask = (value_at < gl.minimum(behind, KEYS))[:, None] & (i * 64 + e < 2 * HALF)
             new_values = new_values + (load(at + i * 64, mask, SPLITS, SPLIT).to(gl.bfloat16),)
         if opens:
-            stage(q, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, first_column, before, total, start, group, H, G, HALF, EPS, NORM, SPLITS, SPLIT, QUERIES, NUM_WARPS)
+            stage(q, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, first_column, before, total, run, start, group, H, G, HALF, EPS, NORM, SPLITS, SPLIT, QUERIES, CAUSAL,
+                  NUM_WARPS)
         _stamp(stamps_ptr, 1, number, STAMPED, NUM_WARPS)
 
         new_at = new + ((nothing() + gl.arange(0, 8, gl.SliceLayout(1, ROW)) - start) & 7)
@@ -258,7 +269,7 @@ def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, 
         scores = warpgroup_mma(k_lo, q_lo.permute((1, 0)), gl.zeros((KEYS, QUERIES), gl.float32, SCORES), use_acc=False, is_async=True)
         scores = warpgroup_mma(k_hi, q_hi.permute((1, 0)), scores, is_async=True)
         if has_new:
-            append(into, new_keys(q, HALF, QUERIES, NUM_WARPS), new_at, own, behind, 2, HALF, HALF, KEYS, ROW)
+            append(into, new_keys(q, HALF, QUERIES, NUM_WARPS), new_at, own, own_end, 2, HALF, HALF, KEYS, ROW)
         scores = warpgroup_mma_wait(0, deps=[scores])
         next_keys = _keys_at(page, next_item % G, G, HALF)
         cta_barrier()   # all warps have read the keys
@@ -267,9 +278,12 @@ def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, 
         async_copy.commit_group()
 
         query = nothing() + gl.arange(0, QUERIES, gl.SliceLayout(0, SCORES))
-        limit = gl.where(query < (total - before) * R, own + query // R, -1)      # the last key that a row sees
+        limit = gl.where(query < (total - before) * R, own + query // R, -1)      # its own key, the last that a row sees
         key = nothing() + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
-        visible = key[:, None] <= limit[None, :]
+        if CAUSAL:
+            visible = key[:, None] <= limit[None, :]
+        else:
+            visible = (key < behind)[:, None] & (query < (total - before) * R)[None, :]
         if WINDOW > 0:
             visible = visible & (key[:, None] > limit[None, :] - WINDOW)
         scores = gl.where(visible, scores, -float("inf"))
@@ -288,7 +302,7 @@ def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, 
         _arrived()
         mixed = warpgroup_mma(v_all.permute((1, 0)), weights, mixed, use_acc=block != first * (_CHUNK // KEYS), is_async=True)
         if has_new:
-            append(into + TO_VALUES, new_values, value_at, own, behind, VALUES // 64, 64, HALF, KEYS, VALUE_ROW)
+            append(into + TO_VALUES, new_values, value_at, own, own_end, VALUES // 64, 64, HALF, KEYS, VALUE_ROW)
         mixed = warpgroup_mma_wait(0, deps=[mixed])
         cta_barrier()   # all warps have read the values
         _stamp(stamps_ptr, 3, number, STAMPED, NUM_WARPS)
@@ -309,13 +323,13 @@ def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, 
 def attend_kernel(qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, num_pages,
                   stamps_ptr, PROGRAMS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr, SCALE: gl.constexpr,
                   EPS: gl.constexpr, NORM: gl.constexpr, WINDOW: gl.constexpr, LAST_MERGES: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr,
-                  STAMPED: gl.constexpr, NUM_WARPS: gl.constexpr):
+                  STAMPED: gl.constexpr, CAUSAL: gl.constexpr, NUM_WARPS: gl.constexpr):
     number = gl.program_id(0)
     _stamp(stamps_ptr, 0, number, STAMPED, NUM_WARPS)
     buffers = make_buffers(HALF, KEYS, QUERIES)
     item = prepare(buffers[0], norm_ptr, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, num_pages, number, H, G, HALF, NORM, KEYS, NUM_WARPS)
     attend(item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, pages_ptr, rows_ptr, mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, num_pages, number,
-           stamps_ptr, PROGRAMS, C, H, G, HALF, SCALE, EPS, NORM, WINDOW, LAST_MERGES, KEYS, QUERIES, 1, STAMPED, NUM_WARPS)
+           stamps_ptr, PROGRAMS, C, H, G, HALF, SCALE, EPS, NORM, WINDOW, LAST_MERGES, KEYS, QUERIES, 1, STAMPED, NUM_WARPS, CAUSAL)
 
 
 @gluon.jit

@@ -35,9 +35,13 @@ def load(x_ptr, mask, SPLITS: gl.constexpr, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def stage(q, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, first_column, before, total, start, group, H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr,
-           EPS: gl.constexpr, NORM: gl.constexpr, SPLITS: gl.constexpr, SPLIT: gl.constexpr, QUERIES: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """New keys, eight rows, and then query row t * R + r, head r of the group in the item's column t, normed and rotated into shared memory."""
+def stage(q, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, first_column, before, total, run, start, group, H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr,
+           EPS: gl.constexpr, NORM: gl.constexpr, SPLITS: gl.constexpr, SPLIT: gl.constexpr, QUERIES: gl.constexpr, CAUSAL: gl.constexpr,
+           NUM_WARPS: gl.constexpr):
+    """New keys, eight rows, and then query row t * R + r, head r of the group in the item's column t, normed and rotated into shared memory.
+
+    Keys are those of the run's columns up to the item's last; not causal, of all `run` columns.
+    """
     LAYOUT: gl.constexpr = row_lanes(HALF, NUM_WARPS)
     R: gl.constexpr = H // G
     TILES: gl.constexpr = staged_rows(QUERIES) // ROWS_AT_ONCE
@@ -47,7 +51,10 @@ def stage(q, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, first_column, before, total, s
         query = gl.maximum(row - 8, 0)
         column = gl.where(row < 8, (row - start) & 7, before + query // R)
         head = gl.where(row < 8, H + group, group * R + query % R)
-        live = (column < total)[:, None]
+        if CAUSAL:
+            live = (column < total)[:, None]
+        else:
+            live = (column < gl.where(row < 8, run, total))[:, None]
         at = qkv_ptr + (((first_column + column) * (H + 2 * G) + head) * (2 * HALF))[:, None] + d
         weight = norm_ptr + (head * (2 * HALF))[:, None] + d
         angle = ((start + column) * HALF)[:, None] + d

@@ -8,9 +8,10 @@ over many programs; from there every doubling of the context has 16 spans, so a 
     chunks   0..31  32 spans of 1        32..63  16 of 2        64..127  16 of 4        128..255  16 of 8        ...
 
 A run is the columns of one sequence in a step: neighbours, at consecutive positions. Where there are few spans, a run is cut into parts of fewer columns,
-as long as all rows are taken up at once: the cache is then read by several programs, and each has less to do. A row of the plan is (part of a run, span),
-the largest spans first: a program takes one item in order, and if there are more, one from the other end each further round. An item is a row and a
-key/value head. No column's operations depend on how its run is cut.
+as long as all rows are taken up at once: the cache is then read by several programs, and each has less to do. Where columns see those behind them, too (not
+causal: a draft's block), the spans of every part reach to the run's end. A row of the plan is (part of a run, span), the largest spans first: a program takes
+one item in order, and if there are more, one from the other end each further round. An item is a row and a key/value head. No column's operations depend on
+how its run is cut.
 
 The plan is the same for all layers with the same window, and positions change on the device, so one program makes it once a step.
 
@@ -38,8 +39,8 @@ _CHUNK, _SINGLES = gl.constexpr(CHUNK), gl.constexpr(SINGLES)
 class Plan:
     """Rows from `num_rows` on are not written.
 
-    A row: first column of the run, columns of the run before the part * 256 + columns of the part, position of the run's first column, sequence slot,
-    first chunk, end chunk, the span's place among the part's, how many it has.
+    A row: first column of the run, columns of the run before the part * 256 + columns of the part (not causal: + columns of the run * 65536), position of
+    the run's first column, sequence slot, first chunk, end chunk, the span's place among the part's, how many it has.
     """
 
     rows_N8: Tensor      # int32
@@ -106,7 +107,8 @@ def check_columns(slots: list[int], positions: list[int], *, max_length: int, nu
             raise ValueError(f"{where}: a sequence has at most {RUN_COLUMNS} columns in a step; slot {slot} has more. Take them in several steps.")
 
 
-def plan_ref(slots_C: Tensor, positions_C: Tensor, *, max_length: int, window: int | None = None, at_once: int = 0, part_columns: int = RUN_COLUMNS) -> Plan:
+def plan_ref(slots_C: Tensor, positions_C: Tensor, *, max_length: int, window: int | None = None, at_once: int = 0, part_columns: int = RUN_COLUMNS,
+             causal: bool = True) -> Plan:
     """The plan of a step. Shapes: int32 [C], a slot below 0 for a dead column. Runs are taken as they are: `check_columns` refuses others.
 
     at_once: rows that all programs together take up at once. part_columns: the most columns of a part, a power of two.
@@ -121,19 +123,21 @@ def plan_ref(slots_C: Tensor, positions_C: Tensor, *, max_length: int, window: i
             before = c - first_column
             if slot < 0 or before % size:
                 continue
-            count = min(size, slots.count(slot) - before)
-            chunks = first_chunk(positions[c], window), positions[c + count - 1] // CHUNK + 1
+            run = slots.count(slot)
+            count = min(size, run - before)
+            chunks = first_chunk(positions[c], window), positions[c + count - 1 if causal else first_column + run - 1] // CHUNK + 1
+            columns = before << 8 | count if causal else run << 16 | before << 8 | count
             spans = span_of(chunks[0]), span_of(chunks[1] - 1) + 1
             for span in range(*spans):
                 first, end = chunks_of(span)
-                rows.append([first_column, before << 8 | count, positions[first_column], slot, max(first, chunks[0]), min(end, chunks[1]), span - spans[0],
+                rows.append([first_column, columns, positions[first_column], slot, max(first, chunks[0]), min(end, chunks[1]), span - spans[0],
                              spans[1] - spans[0]])
         return rows
 
     sizes = [1 << i for i in range(part_columns.bit_length())]
     rows = next((rows for size in sizes if len(rows := rows_of(size)) <= at_once), rows_of(part_columns))
     for first_column, columns, *_, spans in rows:
-        before, count = columns >> 8, columns & 255
+        before, count = columns >> 8 & 255, columns & 255
         plan.spans_C[first_column + before:first_column + before + count] = spans
     rows.sort(key=lambda row: -class_of(span_of(row[4])))   # stable: parts in order, spans ascending
     plan.rows_N8[:len(rows)] = torch.tensor(rows, dtype=torch.int32).view(-1, FIELDS)
@@ -162,11 +166,14 @@ def _span_of(chunk, CLASSES: gl.constexpr):
 
 
 @gluon.jit
-def _part(index, count, start, size, CLASSES: gl.constexpr, WINDOW: gl.constexpr):
+def _part(index, count, start, size, CLASSES: gl.constexpr, WINDOW: gl.constexpr, CAUSAL: gl.constexpr):
     """Of the part of a run that each column is in: columns before it, its own, first and last chunk, first span, spans."""
     before = index & (0 - size)
     own = gl.minimum(count - before, size)
-    last_chunk = gl.where(count > 0, start + before + own - 1, 0) // _CHUNK
+    if CAUSAL:
+        last_chunk = gl.where(count > 0, start + before + own - 1, 0) // _CHUNK
+    else:
+        last_chunk = gl.where(count > 0, start + count - 1, 0) // _CHUNK
     begin = start * 0
     if WINDOW > 0:
         begin = gl.maximum(gl.where(count > 0, start + before, 0) - (WINDOW - 1), 0) // _CHUNK
@@ -176,24 +183,24 @@ def _part(index, count, start, size, CLASSES: gl.constexpr, WINDOW: gl.constexpr
 
 @gluon.jit
 def plan_step(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, C: gl.constexpr, CLASSES: gl.constexpr, WINDOW: gl.constexpr,
-              AT_ONCE: gl.constexpr, PART_COLUMNS: gl.constexpr, NUM_WARPS: gl.constexpr, ahead=0):
-    """`plan_ref` by one program. WINDOW: 0 for none. ahead: how many steps the columns are ahead of the positions in memory."""
+              AT_ONCE: gl.constexpr, PART_COLUMNS: gl.constexpr, NUM_WARPS: gl.constexpr, ahead=0, CAUSAL: gl.constexpr = True, CACHE: gl.constexpr = ""):
+    """`plan_ref` by one program. WINDOW: 0 for none. ahead: how many steps the columns are ahead of the positions in memory. CACHE: modifier of their loads."""
     TABLE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NUM_WARPS, 1], [1, 0])
     me = here(gl.arange(0, C, gl.SliceLayout(1, TABLE)))
     other = here(gl.arange(0, C, gl.SliceLayout(0, TABLE)))
-    slot = gl.load(slots_ptr + me)
-    position = gl.load(positions_ptr + other) + ahead
-    same = (slot[:, None] == gl.load(slots_ptr + other)[None, :]) & (slot >= 0)[:, None]
+    slot = gl.load(slots_ptr + me, cache_modifier=CACHE)
+    position = gl.load(positions_ptr + other, cache_modifier=CACHE) + ahead
+    same = (slot[:, None] == gl.load(slots_ptr + other, cache_modifier=CACHE)[None, :]) & (slot >= 0)[:, None]
     count = gl.sum(same.to(gl.int32), 1)
     index = gl.sum((same & (other[None, :] < me[:, None])).to(gl.int32), 1)
     start = gl.where(count > 0, gl.min(gl.where(same, position[None, :], 0x7FFFFFFF), 1), 0)
     size = PART_COLUMNS + 0 * gl.max(count, 0)
     smaller = size >> 1
     while smaller > 0:      # the smallest parts whose rows are taken up at once
-        before, own, begin, last_chunk, first_span, spans = _part(index, count, start, smaller, CLASSES, WINDOW)
+        before, own, begin, last_chunk, first_span, spans = _part(index, count, start, smaller, CLASSES, WINDOW, CAUSAL)
         size = gl.where(gl.sum(gl.where(index == before, spans, 0), 0) <= AT_ONCE, smaller, size)
         smaller = gl.where(size == smaller, smaller >> 1, 0)
-    before, own, begin, last_chunk, first_span, spans = _part(index, count, start, size, CLASSES, WINDOW)
+    before, own, begin, last_chunk, first_span, spans = _part(index, count, start, size, CLASSES, WINDOW, CAUSAL)
     gl.store(spans_ptr + me, spans)
     lead = index == before      # a dead column has no spans
     i = here(gl.arange(0, _SINGLES, gl.SliceLayout(0, TABLE)))
@@ -208,8 +215,11 @@ def plan_step(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, C: gl
         first = _class_chunk(e) + ((span - _class_span(e)) << e)
         row = rows_ptr + (base + ahead_of[:, None] + i[None, :]) * 8
         whole = span * 0
+        part = before * 256 + own
+        if not CAUSAL:
+            part += count * 65536
         gl.store(row, (me - index)[:, None] + whole, mask=mask)
-        gl.store(row + 1, (before * 256 + own)[:, None] + whole, mask=mask)
+        gl.store(row + 1, part[:, None] + whole, mask=mask)
         gl.store(row + 2, start[:, None] + whole, mask=mask)
         gl.store(row + 3, slot[:, None] + whole, mask=mask)
         gl.store(row + 4, gl.maximum(first, begin[:, None]), mask=mask)
@@ -222,5 +232,5 @@ def plan_step(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, C: gl
 
 @gluon.jit
 def plan_kernel(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, C: gl.constexpr, CLASSES: gl.constexpr, WINDOW: gl.constexpr,
-                AT_ONCE: gl.constexpr, PART_COLUMNS: gl.constexpr, NUM_WARPS: gl.constexpr):
-    plan_step(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, C, CLASSES, WINDOW, AT_ONCE, PART_COLUMNS, NUM_WARPS)
+                AT_ONCE: gl.constexpr, PART_COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, NUM_WARPS: gl.constexpr):
+    plan_step(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, C, CLASSES, WINDOW, AT_ONCE, PART_COLUMNS, NUM_WARPS, 0, CAUSAL)

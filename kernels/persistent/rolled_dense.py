@@ -10,7 +10,9 @@ a row tile of 16 rows of one split, and a consumer shares nothing with another, 
     activations   in shared memory, STAGE_BLOCKS chunks of eight blocks for every stage of weights, each warp's block in its own order
     normed        bf16(x * factor * norm) of the split's part of the residual. The sums of squares are there already, in parts: whoever writes the residual
                   leaves them (`rows` of 16 by the output projection, blocks of 256 by the others), so a consumer reads only the part that it multiplies
-    mixed values  copied as they are, X_STAGES stages ahead of the products
+    mixed values  copied as they are, X_STAGES stages ahead of the products; of a draft's, its activated channels and the target's features as well
+
+A draft's gate and up lie in the same row tile, eight rows each (`ACTIVATES`), so that whoever has the sums of both stores silu(gate) * up in bf16.
 
 Order of a sum: blocks of a warp, then warps, then splits, which whoever reads them adds. Of squares: parts in order of a fixed tree. No other column matters.
 """
@@ -19,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
+from ..moe.device import sigmoid
 from ..moe.stream import advance, cta_barrier, here, hidden, lanes, program, release, row_major
 from .dense_device import _BLOCK_CONSTRAINTS, _BLOCK_PTX, chunk, sum_over_warps, tiles_of
 from .fragments import UNIT_BYTES
@@ -91,7 +94,7 @@ def load_weights(norm_ptr, split, num_blocks, i, DEPTH: gl.constexpr, NUM_WARPS:
 
 
 @gluon.jit
-def _factor(squares_ptr, num_squares, live, EPS: gl.constexpr, DEPTH: gl.constexpr, SQUARES: gl.constexpr, NUM_WARPS: gl.constexpr):
+def _factor(squares_ptr, num_squares, live, eps, DEPTH: gl.constexpr, SQUARES: gl.constexpr, NUM_WARPS: gl.constexpr):
     """1 / root mean square of every column, in the layout of a chunk's columns."""
     PARTS: gl.constexpr = gl.BlockedLayout([1, SQUARES // 32], [1, 32], [NUM_WARPS, 1], [1, 0])
     g = here(gl.arange(0, 8, gl.SliceLayout(1, PARTS)))
@@ -99,7 +102,7 @@ def _factor(squares_ptr, num_squares, live, EPS: gl.constexpr, DEPTH: gl.constex
     mask = ((live >> g) & 1 != 0)[:, None] & (i < num_squares)
     total = gl.sum(gl.load(squares_ptr + g[:, None] * SQUARES + i, mask=mask, other=0.0, cache_modifier=".cg"), 1)
     total = gl.convert_layout(total, gl.SliceLayout(0, gl.SliceLayout(2, chunk(gl.float32, NUM_WARPS))))
-    return gl.rsqrt(total * (1.0 / DEPTH) + EPS)[None, :, None]
+    return gl.rsqrt(total * (1.0 / DEPTH) + eps)[None, :, None]
 
 
 @gluon.jit
@@ -139,17 +142,17 @@ def _fill(x_area, residual_ptr, values, weights, norm_ptr, factor, copy_ptr, cop
 
 
 @gluon.jit
-def _copy_stage(x_area, mixed_ptr, live, split, num_blocks, stage, place, there, DEPTH: gl.constexpr, STAGE_BLOCKS: gl.constexpr, CHUNKS: gl.constexpr,
+def _copy_stage(x_area, mixed_ptr, live, split, num_blocks, stage, place, there, depth, STAGE_BLOCKS: gl.constexpr, CHUNKS: gl.constexpr,
                 NUM_WARPS: gl.constexpr):
     """Begin to copy the mixed values of a stage to where the stage number `place` lies: a group of copies, of nothing unless `there`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [NUM_WARPS, 1, 1], [2, 1, 0])
     chunks = x_area._reinterpret(gl.bfloat16, [CHUNKS, NUM_WARPS, 8, 32], gl.SwizzledSharedLayout(8, 1, 1, [2, 1, 0]))
     g = _column(LAYOUT)
     first = _warps_first(split, num_blocks, LAYOUT, NUM_WARPS) + stage * STAGE_BLOCKS
-    at = g * DEPTH + first * 32 + _width(LAYOUT)
+    at = g * depth + first * 32 + _width(LAYOUT)
     if there:
         for i in gl.static_range(STAGE_BLOCKS):
-            mask = ((live >> g) & 1 != 0) & (first + i < DEPTH // 32)
+            mask = ((live >> g) & 1 != 0) & (first + i < depth // 32)
             async_copy.async_copy_global_to_shared(chunks.index(place * STAGE_BLOCKS + i), mixed_ptr + (at + i * 32), mask=mask)
     async_copy.commit_group()
 
@@ -172,15 +175,33 @@ def _multiply_stage(ring, slot, units, place, sums, STAGE_BLOCKS: gl.constexpr, 
 
 
 @gluon.jit
-def consume_rolled(ring, full, empty, slot, phase, exchange, x_area, is_out, residual_ptr, mixed_ptr, weights, norm_ptr, copy_ptr, copies, out_ptr, squares_ptr,
-                   num_squares, live, rows, groups, share, num_blocks, C: gl.constexpr, EPS: gl.constexpr, DEPTH: gl.constexpr, OUT_DEPTH: gl.constexpr,
-                   STAGE_BLOCKS: gl.constexpr, X_STAGES: gl.constexpr, SQUARES: gl.constexpr, SLOT_UNITS: gl.constexpr, STAGES: gl.constexpr,
-                   NUM_WARPS: gl.constexpr):
+def _store_channels(exchange, channels_ptr, group, live, channels, NUM_WARPS: gl.constexpr):
+    """silu(gate) * up of a row tile, whose sums of all warps are in `exchange`, to bf16 [8, channels]."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([NUM_WARPS, 1, 2, 1], [1, 4, 1, 8], [1, NUM_WARPS, 1, 1], [3, 2, 1, 0])    # warp, column, gate or up, channel
+    PAIRS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    sums = gl.sum(exchange._reinterpret(gl.float32, [NUM_WARPS, 8, 2, 8], row_major(4)).load(LAYOUT), 0)
+    column = here(gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS))))[:, None, None]
+    channel = group * 8 + here(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, PAIRS))))[None, None, :]
+    both = here(gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS))))[None, :, None] * 0
+    inside = (((live >> column) & 1 != 0) & (channel < channels)).to(gl.int32)
+    gate, up = gl.split(gl.permute(sums, (0, 2, 1)))
+    offset, _ = gl.split(gl.permute(column * channels + channel + both, (0, 2, 1)))
+    mask, _ = gl.split(gl.permute(inside + both, (0, 2, 1)))
+    gl.store(channels_ptr + offset, (gate * sigmoid(gate) * up).to(gl.bfloat16), mask=mask != 0)
+
+
+@gluon.jit
+def consume_rolled(ring, full, empty, slot, phase, exchange, x_area, copied, adds, activates, residual_ptr, mixed_ptr, weights, norm_ptr, copy_ptr, copies,
+                   out_ptr, channels_ptr, squares_ptr, num_squares, live, rows, groups, share, num_blocks, copied_depth, eps, C: gl.constexpr,
+                   DEPTH: gl.constexpr, STAGE_BLOCKS: gl.constexpr, X_STAGES: gl.constexpr, SQUARES: gl.constexpr, SLOT_UNITS: gl.constexpr,
+                   STAGES: gl.constexpr, ACTIVATES: gl.constexpr, NUM_WARPS: gl.constexpr):
     """The consumer's part of a product of eight columns. Returns the ring's position.
 
-    is_out: 1 for residual += W . mixed, of one split, whose rows' squares are left as parts; 0 for W . normed to fp32 [splits, C, rows] at out_ptr.
+    copied: 1 for W . mixed, bf16 [8, copied_depth] as it is, of one split, whose rows' squares are left as parts; 0 for W . normed, of any number.
+    adds: 1 where the product is added to the residual, of the rows' width. It goes to fp32 [splits, C, rows] at out_ptr; with `activates`, for which the
+    code must have been built (ACTIVATES), silu(gate) * up of its rows to bf16 [8, rows / 2] at channels_ptr instead.
     weights: `load_weights` of the first split of this consumer. copies: whether what was normed goes to copy_ptr, by whoever has the first item of a split.
-    rows, groups (row tiles), num_blocks (of a warp and split): of the matrix. share: of `share_of`.
+    rows, groups (row tiles), num_blocks (of a warp and split): of the matrix. share: of `share_of`. eps: of the norm.
     """
     LANES: gl.constexpr = lanes(NUM_WARPS)
     SUMS: gl.constexpr = gl.SliceLayout(1, tiles_of(NUM_WARPS, NUM_WARPS))
@@ -196,9 +217,9 @@ def consume_rolled(ring, full, empty, slot, phase, exchange, x_area, is_out, res
         place = gl.to_tensor(0)
         ahead = gl.to_tensor(0)
         left = (end - begin) * of_item
-        if is_out != 0:
+        if copied != 0:
             for i in range(hidden(gl.to_tensor(X_STAGES))):
-                _copy_stage(x_area, mixed_ptr, live, split, num_blocks, ahead, i, left > 0, OUT_DEPTH, STAGE_BLOCKS, CHUNKS, NUM_WARPS)
+                _copy_stage(x_area, mixed_ptr, live, split, num_blocks, ahead, i, left > 0, copied_depth, STAGE_BLOCKS, CHUNKS, NUM_WARPS)
                 left -= 1
                 ahead += 1
                 if ahead == of_item:
@@ -207,7 +228,7 @@ def consume_rolled(ring, full, empty, slot, phase, exchange, x_area, is_out, res
             if begin != first:
                 weights = load_weights(norm_ptr, split, num_blocks, 0, DEPTH, NUM_WARPS)
             values = _load_residual(residual_ptr, live, split, num_blocks, 0, DEPTH, NUM_WARPS)     # on its way while the squares are added
-            factor = _factor(squares_ptr, num_squares, live, EPS, DEPTH, SQUARES, NUM_WARPS)
+            factor = _factor(squares_ptr, num_squares, live, eps, DEPTH, SQUARES, NUM_WARPS)
             mine = copies
             if begin != split * groups:
                 mine = copies * 0
@@ -217,21 +238,21 @@ def consume_rolled(ring, full, empty, slot, phase, exchange, x_area, is_out, res
             row = (item - split * groups) * 16 + (element & 15)
             offset = (element >> 4) * rows + row
             mask = ((live >> (element >> 4)) & 1 != 0) & (row < rows)
-            before = gl.load(residual_ptr + offset, mask=mask & (is_out != 0), other=0.0, cache_modifier=".cg")
+            before = gl.load(residual_ptr + offset, mask=mask & (adds != 0), other=0.0, cache_modifier=".cg")
             sums = gl.zeros((NUM_WARPS, 8, 4, 4), gl.float32, LANES)
-            if is_out == 0:
+            if copied == 0:
                 place = 0
             for _ in range(of_item):
-                if is_out != 0:
+                if copied != 0:
                     async_copy.wait_group(X_STAGES - 1)
                     cta_barrier()       # this stage's copies of all threads are there
                 mbarrier.wait(full.index(slot), phase)
                 sums = _multiply_stage(ring, slot, units, place, sums, STAGE_BLOCKS, SLOT_UNITS, NUM_WARPS)
                 release(empty, slot)
                 slot, phase = advance(slot, phase, STAGES)
-                if is_out != 0:
+                if copied != 0:
                     cta_barrier()       # all warps have read the stage whose place is filled again
-                    _copy_stage(x_area, mixed_ptr, live, split, num_blocks, ahead, place, left > 0, OUT_DEPTH, STAGE_BLOCKS, CHUNKS, NUM_WARPS)
+                    _copy_stage(x_area, mixed_ptr, live, split, num_blocks, ahead, place, left > 0, copied_depth, STAGE_BLOCKS, CHUNKS, NUM_WARPS)
                     left -= 1
                     ahead += 1
                     if ahead == of_item:
@@ -240,12 +261,17 @@ def consume_rolled(ring, full, empty, slot, phase, exchange, x_area, is_out, res
                 if place == X_STAGES:
                     place = 0
             after = before + sum_over_warps(sums, exchange, NUM_WARPS, NUM_WARPS)
-            gl.store(out_ptr + split * (C * rows) + offset, after, mask=mask)
-            if is_out != 0:
+            if ACTIVATES:
+                gl.store(out_ptr + split * (C * rows) + offset, after, mask=mask & (activates == 0))
+                if activates != 0:
+                    _store_channels(exchange, channels_ptr, item, live, rows >> 1, NUM_WARPS)
+            else:
+                gl.store(out_ptr + split * (C * rows) + offset, after, mask=mask)
+            if copied != 0:
                 kept = gl.where(mask, after, 0.0)
                 parts = gl.convert_layout(gl.sum(gl.reshape(kept * kept, (8, 16)), 1), gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
                 g = gl.arange(0, 8, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
                 gl.store(squares_ptr + g * SQUARES + (item - split * groups), parts, mask=(live >> g) & 1 != 0)
-        if is_out != 0:
+        if copied != 0:
             async_copy.wait_group(0)
     return slot, phase

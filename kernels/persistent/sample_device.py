@@ -47,8 +47,9 @@ def _gumbel(token, position, seed_low, seed_high):
 
 @gluon.jit
 def sample_slices(p, number, step, C: gl.constexpr, V: gl.constexpr, SLICES: gl.constexpr, PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr, ASKS: gl.constexpr,
-                  NUM_WARPS: gl.constexpr):
-    """The best of each slice of each live column. ASKS: the first of them also asks the host whether to stop, as a read of its memory takes long."""
+                  NUM_WARPS: gl.constexpr, CACHE: gl.constexpr = ""):
+    """The best of each slice of each live column. ASKS: the first of them also asks the host whether to stop, as a read of its memory takes long.
+    CACHE: modifier of the loads of the columns' words."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
     BLOCK: gl.constexpr = NUM_WARPS * 32
     WIDTH: gl.constexpr = (V + SLICES - 1) // SLICES
@@ -60,9 +61,9 @@ def sample_slices(p, number, step, C: gl.constexpr, V: gl.constexpr, SLICES: gl.
             gl.store(p.stop + lane, wants, mask=lane == 0)
     for unit in range(number, C * SLICES, PROGRAMS * PARTITIONS):
         column, first = unit // SLICES, unit % SLICES * WIDTH
-        if gl.load(p.words + C + column) >= 0:
+        if gl.load(p.words + C + column, cache_modifier=CACHE) >= 0:
             temperature = gl.load(p.words + 3 * C + column).to(gl.float32, bitcast=True)
-            position = gl.load(p.words + 2 * C + column) + step + 1
+            position = gl.load(p.words + 2 * C + column, cache_modifier=CACHE) + step + 1
             seed_low = gl.load(p.words + 6 * C + column)
             seed_high = gl.load(p.words + 7 * C + column)
             best = gl.full((BLOCK,), -float("inf"), gl.float32, LANES)
@@ -90,22 +91,33 @@ def best_of_column(p, column, SLICES: gl.constexpr, NUM_WARPS: gl.constexpr):
 
 
 @gluon.jit
-def finish(p, step, C: gl.constexpr, V: gl.constexpr, SLICES: gl.constexpr, TO_HOST: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """The tokens of all live columns, to `next` and (-1 in dead columns) to the host's ring, which then counts one step more."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
-    TABLE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NUM_WARPS, 1], [1, 0])
-    column = here(gl.arange(0, C, gl.SliceLayout(1, TABLE)))
+def count_step(p, step, NUM_WARPS: gl.constexpr):
+    """The host's ring has one row more; behind it are all stores of this consumer."""
+    cta_barrier()
+    lane = here(gl.arange(0, NUM_WARPS * 32, gl.BlockedLayout([1], [32], [NUM_WARPS], [0])))
+    ptx: gl.constexpr = "{ .reg .pred first; setp.eq.u32 first, $1, 0; @first st.release.sys.global.u32 [$2], $3; mov.u32 $0, 0; }"
+    gl.inline_asm_elementwise(ptx, "=r,r,l,r", [lane, (lane * 0).to(gl.int64) + p.ring_count.to(gl.int64, bitcast=True), lane * 0 + step + 1],
+                              dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def best_of_columns(p, column, live, C: gl.constexpr, V: gl.constexpr, SLICES: gl.constexpr, TABLE: gl.constexpr):
+    """The tokens of all live columns, behind a barrier over the grid."""
     cell = column[:, None] * SLICES + here(gl.arange(0, SLICES, gl.SliceLayout(0, TABLE)))[None, :]
-    live = gl.load(p.words + C + column) >= 0
     score = gl.load(p.best + cell, mask=live[:, None], other=0.0, cache_modifier=".cg")
     ids = gl.load(p.best_ids + cell, mask=live[:, None], other=0, cache_modifier=".cg")
     token = gl.min(gl.where(score == gl.max(score, 1)[:, None], ids, _NO_TOKEN), 1)
-    token = gl.where(token < V, token, 0)
+    return gl.where(token < V, token, 0)
+
+
+@gluon.jit
+def finish(p, step, C: gl.constexpr, V: gl.constexpr, SLICES: gl.constexpr, TO_HOST: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """The tokens of all live columns, to `next` and (-1 in dead columns) to the host's ring, which then counts one step more."""
+    TABLE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NUM_WARPS, 1], [1, 0])
+    column = here(gl.arange(0, C, gl.SliceLayout(1, TABLE)))
+    live = gl.load(p.words + C + column) >= 0
+    token = best_of_columns(p, column, live, C, V, SLICES, TABLE)
     gl.store(p.next + column, token, mask=live)
     if TO_HOST:
         gl.store(p.ring_tokens + step * C + column, gl.where(live, token, -1))
-        cta_barrier()
-        lane = here(gl.arange(0, NUM_WARPS * 32, LANES))
-        ptx: gl.constexpr = "{ .reg .pred first; setp.eq.u32 first, $1, 0; @first st.release.sys.global.u32 [$2], $3; mov.u32 $0, 0; }"
-        gl.inline_asm_elementwise(ptx, "=r,r,l,r", [lane, (lane * 0).to(gl.int64) + p.ring_count.to(gl.int64, bitcast=True), lane * 0 + step + 1],
-                                  dtype=gl.int32, is_pure=False, pack=1)
+        count_step(p, step, NUM_WARPS)

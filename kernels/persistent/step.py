@@ -7,6 +7,7 @@ pinned memory a step, and a word of the host ends it before its next step. A pro
 kernel ends; `check_fault` raises.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ from .barrier import SECONDS_OF_POLLS
 from .dense import descriptor
 from .model import StepInputs, StepState, StepWeights
 from .plan import check_columns
-from .step_code import LAYER_STAMPS, PHASES, SHARED_BYTES, SHARED_BYTES_OF_TWO, StepCode, launch_options, layouts_of
+from .step_code import LAYER_STAMPS, PHASES, SHARED_BYTES, SHARED_BYTES_OF_TWO, Pointers, StepCode, launch_options, layouts_of
 from .step_device import step_kernel
 from .step_memory import StepMemory
 from .step_ref import sample_ref
@@ -61,14 +62,19 @@ class StepKernel:
                                       "The reference executor runs anywhere.")
         self.weights, self.state, self.shape, self.max_steps, self.polls = weights, state, shape, max_steps, polls
         self.programs = num_programs(device) * per_sm
-        self.code = StepCode.of(shape, layouts=layouts_of(weights), num_columns=state.num_columns, programs=self.programs, profile=profile,
-                                parts=expert_parts, rolled=rolled, one_list=one_list, form=form or (FORM if per_sm == 1 else FORM_OF_TWO),
-                                partitions=2 // per_sm)
+        self.code = self._make_code(num_columns=state.num_columns, programs=self.programs, profile=profile, parts=expert_parts, rolled=rolled,
+                                    one_list=one_list, form=form or (FORM if per_sm == 1 else FORM_OF_TWO), partitions=2 // per_sm)
         self._fits = per_sm == 1        # two programs an SM: asked when the kernel is built
         self._descriptors = (*(descriptor(weight) for weight in (weights.qkv, weights.out, weights.router, weights.head)),
                              *self._expert_descriptors(weights))
-        self.memory = StepMemory.of(shape, self.code, max_steps=max_steps, device=device)
-        self.pointers = self.memory.pointers(weights, state)
+        self.memory, self.pointers = self._make_memory(device)
+
+    def _make_code(self, **options: Any) -> StepCode:
+        return StepCode.of(self.shape, layouts=layouts_of(self.weights), **options)
+
+    def _make_memory(self, device: torch.device) -> tuple[StepMemory, Pointers]:
+        memory = StepMemory.of(self.shape, self.code, max_steps=self.max_steps, device=device)
+        return memory, memory.pointers(self.weights, self.state)
 
     def _expert_descriptors(self, weights: StepWeights) -> tuple[object, ...]:
         up, down = self.code.expert_stages()
@@ -80,9 +86,11 @@ class StepKernel:
                 launch_options(code))
 
     def _launch(self, code: StepCode, **numbers: int) -> None:
-        arguments, options = self._arguments(code, **numbers)
+        self._start(step_kernel, code, *self._arguments(code, **numbers))
+
+    def _start(self, kernel: Any, code: StepCode, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         try:
-            step_kernel[(self.programs,)](*arguments, **options)
+            kernel[(self.programs,)](*arguments, **options)
         except OutOfResources as error:     # known once it is compiled
             raise NotImplementedError(f"StepKernel: a step of {code.C} columns of this model takes more than an SM has ({error}) "
                                       "The reference executor runs anywhere.") from error
@@ -92,8 +100,10 @@ class StepKernel:
         arguments, options = self._arguments(self.code.of_phase(phase))
         return step_kernel.warmup(*arguments, grid=(self.programs,), **options)
 
-    def _check_two(self) -> None:
+    def _check_fit(self) -> None:
         """NotImplementedError unless two programs fit on an SM: the driver would refuse the launch without saying what is too large."""
+        if self._fits:
+            return
         shared = self.compile().metadata.shared
         if shared > SHARED_BYTES_OF_TWO:
             raise NotImplementedError(f"StepKernel: each of two programs an SM has {SHARED_BYTES_OF_TWO} bytes of shared memory; this model takes {shared}. "
@@ -134,8 +144,7 @@ class StepKernel:
 
     def relaunch(self, *, num_steps: int = 1) -> None:
         """`run` with what `set_inputs` took, and without clearing the words that host and device share."""
-        if not self._fits:
-            self._check_two()
+        self._check_fit()
         self._launch(self.code, num_steps=num_steps)
 
     def stop(self) -> None:
@@ -174,11 +183,14 @@ class StepKernel:
 
     def capture(self) -> torch.cuda.CUDAGraph:
         """A CUDA graph of `launches`, run once before."""
-        self.launches()
+        return self._capture(self.launches)
+
+    def _capture(self, launches: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        launches()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.launches()
+            launches()
         return graph
 
     # --- what the device leaves to the host ---

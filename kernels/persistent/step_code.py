@@ -91,7 +91,7 @@ class ExpertCode:
 
 @dataclass(frozen=True)
 class StepCode:
-    """Everything; PHASE is one of PHASES for a launch of that phase alone, or "all"."""
+    """Everything; PHASE is one of PHASES for a launch of that phase alone, "all", or "rounds" (draft_code.py)."""
 
     PHASE: str
     PROGRAMS: int
@@ -149,13 +149,16 @@ class StepCode:
     PRODUCT_UNITS: int      # of the area that a second consumer has, without attention
     SQUARES: int            # places for parts of a column's sum of squares
     TABLE_UNITS: int        # of a consumer's table of who chose whom
+    KEYS_HALF: int          # half of the largest head whose keys there is memory for
+    WORDS_CACHE: str = ""   # modifier of loads of the columns' words: ".cg" where they change inside a launch
 
     @staticmethod
     def of(shape: StepShape, *, layouts: dict[str, Any], num_columns: int, programs: int, phase: str = "all", profile: bool = False,
-           parts: int = 4, rolled: bool = True, one_list: bool = False, form: AttentionForm = FORM, partitions: int = 2) -> "StepCode":
+           parts: int = 4, rolled: bool = True, one_list: bool = False, form: AttentionForm = FORM, partitions: int = 2,
+           alike: tuple[DenseLayout, ...] = ()) -> "StepCode":
         """layouts: of qkv, out, router, head (DenseLayout), gate_up and down (FragmentLayout). parts: 1, 2 or 4 stages of experts between two sums over the
         warps; rolled: in one body of code; one_list: only one consumer of an SM chooses experts, and has the other wait. programs: all,
-        partitions: consumers of each; one consumer takes a model whose shape is `rolled`.
+        partitions: consumers of each; one consumer takes a model whose shape is `rolled`. alike: rolled matrices of others that share the kernel's ring.
 
         Errors: NotImplementedError for experts whose activations two consumers cannot hold, and as `router_constants`.
         """
@@ -169,7 +172,7 @@ class StepCode:
         if any(layout.rolled != shape.rolled for layout in matrices) or (partitions == 1 and not shape.rolled):
             raise NotImplementedError(f"{where}: a program of one consumer takes rolled products, and those take matrices of their own layout. "
                                       "Pack the weights of a shape with rolled=True.")
-        dense = {name: DenseCode.of(layouts[name], slot_units=slot_units, alike=matrices if shape.rolled else ()) for name in MATRICES}
+        dense = {name: DenseCode.of(layouts[name], slot_units=slot_units, alike=(*matrices, *alike) if shape.rolled else ()) for name in MATRICES}
         for name in MATRICES:
             splits = {"qkv": shape.qkv_splits, "router": shape.router_splits}.get(name, 1)
             if splits != dense[name].SPLITS:
@@ -206,7 +209,7 @@ class StepCode:
             AREA_UNITS=max(-(-attention // AREA_UNIT), product_units), PRODUCT_UNITS=product_units, STAGE_BLOCKS=dense["qkv"].STAGE_BLOCKS, X_STAGES=x_stages,
             DENSE_EXCHANGE_UNIT=x_stages * dense["qkv"].STAGE_BLOCKS * _CHUNK_UNITS, SQUARES=max(32, next_power_of_2(-(-shape.hidden_size // TILE_ROWS))),
             EXCHANGE_UNIT=exchange_unit, EXCHANGE_UNITS=exchange_units,
-            QUERY_UNIT=values // AREA_UNIT, TABLE_UNITS=table_units)
+            QUERY_UNIT=values // AREA_UNIT, TABLE_UNITS=table_units, KEYS_HALF=half)
 
     def expert_stages(self) -> tuple[Stages, Stages]:
         """Of gate and up, and of down, as their descriptors are made."""
@@ -226,7 +229,7 @@ def layouts_of(weights: StepWeights) -> dict[str, Any]:
 
 def launch_options(code: StepCode) -> dict[str, Any]:
     """Of the compiler and the launch. Two programs an SM have 384 threads each, idle warps of the producer's group included; 256 where there is no producer."""
-    options = {"num_warps": NUM_WARPS, "launch_cooperative_grid": code.PHASE == "all"}
+    options = {"num_warps": NUM_WARPS, "launch_cooperative_grid": code.PHASE in ("all", "rounds")}
     if code.PARTITIONS == 1:
         options["maxnreg"] = 128 if code.PHASE in ("embed", "attention", "merge", "add", "sample", "finish") else REGISTERS_OF_TWO
     return options
@@ -290,10 +293,10 @@ POINTER_TYPES = Pointers(**{name: f"*{kind}" for kind, names in {
     "i32": "words pages mixed_pairs normed_pairs list_tiles list_experts list_pairs list_counts inter_pairs plan_rows plan_num_rows plan_spans arrivals "
            "taps best_ids next distinct barrier fault stop ring_tokens ring_count host_stop",
 }.items() for name in names.split()})
-_DTYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32, "*i64": torch.int64, "*i32": torch.int32}
+DTYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32, "*i64": torch.int64, "*i32": torch.int32}
 
 
 def check_pointers(pointers: Pointers) -> None:
     """Our own invariant: every address is of what the kernel takes it for."""
     for name, tensor, kind in zip(Pointers._fields, pointers, POINTER_TYPES, strict=True):
-        assert tensor.dtype == _DTYPES[kind] and tensor.is_contiguous(), f"{name} must be contiguous {kind}; got {tensor.dtype}"
+        assert tensor.dtype == DTYPES[kind] and tensor.is_contiguous(), f"{name} must be contiguous {kind}; got {tensor.dtype}"

@@ -31,7 +31,7 @@ _STAMPS = gl.constexpr(LAYER_STAMPS)
 
 
 @gluon.jit
-def _stamp(p, place, S: gl.constexpr, PART: gl.constexpr):
+def stamp(p, place, S: gl.constexpr, PART: gl.constexpr):
     """When program 0 is past a barrier, in ns."""
     if S.PROFILE and PART == 0:
         if program(_WARPS) == 0:
@@ -41,13 +41,13 @@ def _stamp(p, place, S: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def _wait_for_all(p, polls, place, S: gl.constexpr, PART: gl.constexpr):
+def wait_for_all(p, polls, place, S: gl.constexpr, PART: gl.constexpr):
     step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
-    _stamp(p, place, S, PART)
+    stamp(p, place, S, PART)
 
 
 @gluon.jit
-def _another_step(word, met, turn, p, step, num_steps, S: gl.constexpr, PART: gl.constexpr):
+def another_step(word, met, turn, p, step, num_steps, S: gl.constexpr, PART: gl.constexpr):
     """Whether there is one after this, for both consumers and (behind `go`) both producers of an SM: consumer 0 decides. Returns it and the turn."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
     if PART == 0:
@@ -60,7 +60,7 @@ def _another_step(word, met, turn, p, step, num_steps, S: gl.constexpr, PART: gl
 
 
 @gluon.jit
-def _ask(go, done, asked):
+def ask(go, done, asked):
     """Let the producer go on, once it has taken the signal before this one."""
     mbarrier.wait(done, (asked & 1) ^ 1)
     mbarrier.arrive(go, count=1)
@@ -68,7 +68,7 @@ def _ask(go, done, asked):
 
 
 @gluon.jit
-def _wait_for_list(m, done, asked, S: gl.constexpr, PART: gl.constexpr):
+def wait_for_list(m, done, asked, S: gl.constexpr, PART: gl.constexpr):
     if not S.ONE_LIST or PART == 0:
         mbarrier.wait(done, (asked & 1) ^ 1)     # the producer has read the list before
     if S.ONE_LIST and PART == 0:
@@ -86,49 +86,49 @@ def _all_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, nu
     another = gl.to_tensor(1)
     live = live_of(p.words, 0, S)
     while another != 0:
-        asked = _ask(go, done, asked)
+        asked = ask(go, done, asked)
         embed_phase(p, step, S, PART)
         for layer in range(num_layers):
             at = layer * _STAMPS
             norm = load_norm(p.residual, p.attention_norm + layer * S.D, S.qkv.DEPTH, S.qkv.DEPTH_WARPS, S.qkv.NUM_BLOCKS, S.qkv.SPLITS * S.qkv.PAIRS, PART, 2,
                              _WARPS)
-            _wait_for_all(p, polls, at, S, PART)
+            wait_for_all(p, polls, at, S, PART)
             slot, phase, turn = qkv_phase(m, p, slot, phase, turn, live, norm, S, PART)
             if PART == 0:
                 item = prepare_attention(m, p, layer, table_width, cache_pages, S)
-            _wait_for_all(p, polls, at + 1, S, PART)
+            wait_for_all(p, polls, at + 1, S, PART)
             if PART == 0:
                 attention_phase(m, p, item, layer, table_width, cache_pages, S)
             if not S.LAST_MERGES:
                 spans = spans_to_merge(p, S, PART)
                 step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
                 merge_phase(p, spans, S, PART)
-            _wait_for_all(p, polls, at + 2, S, PART)
+            wait_for_all(p, polls, at + 2, S, PART)
             slot, phase, turn = out_phase(m, p, slot, phase, turn, live, S, PART)
             norm = load_norm(p.residual, p.experts_norm + layer * S.D, S.router.DEPTH, S.router.DEPTH_WARPS, S.router.NUM_BLOCKS,
                              S.router.SPLITS * S.router.PAIRS, PART, 2, _WARPS)
-            _wait_for_all(p, polls, at + 3, S, PART)
+            wait_for_all(p, polls, at + 3, S, PART)
             slot, phase, turn = router_phase(m, p, slot, phase, turn, live, norm, S, PART)
-            _wait_for_all(p, polls, at + 4, S, PART)
-            _wait_for_list(m, done, asked, S, PART)
+            wait_for_all(p, polls, at + 4, S, PART)
+            wait_for_list(m, done, asked, S, PART)
             slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, step * num_layers + layer, S, PART)
             asked += 1
-            _wait_for_all(p, polls, at + 5, S, PART)
+            wait_for_all(p, polls, at + 5, S, PART)
             slot, phase = down_phase(m, p, slot, phase, columns, S, PART)
-            _wait_for_all(p, polls, at + 6, S, PART)
+            wait_for_all(p, polls, at + 6, S, PART)
             add_phase(p, layer, num_taps, S, PART)
         at = num_layers * _STAMPS
         norm = load_norm(p.residual, p.norm, S.head.DEPTH, S.head.DEPTH_WARPS, S.head.NUM_BLOCKS, S.head.SPLITS * S.head.PAIRS, PART, 2, _WARPS)
-        _wait_for_all(p, polls, at, S, PART)
+        wait_for_all(p, polls, at, S, PART)
         slot, phase, turn = head_phase(m, p, slot, phase, turn, live, norm, S, PART)
-        _wait_for_all(p, polls, at + 1, S, PART)
+        wait_for_all(p, polls, at + 1, S, PART)
         sample_phase(p, step, S, PART)
-        _wait_for_all(p, polls, at + 2, S, PART)
+        wait_for_all(p, polls, at + 2, S, PART)
         finish_phase(p, step, S, PART)
-        another, turn = _another_step(word, met, turn, p, step, num_steps, S, PART)
+        another, turn = another_step(word, met, turn, p, step, num_steps, S, PART)
         step += 1
-        _stamp(p, at + 3, S, PART)
-    asked = _ask(go, done, asked)    # the producer reads that there is none
+        stamp(p, at + 3, S, PART)
+    asked = ask(go, done, asked)    # the producer reads that there is none
 
 
 @gluon.jit
@@ -144,7 +144,7 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
     live = live_of(p.words, 0, S)
     head_at = num_layers * _STAMPS
     while another != 0:
-        asked = _ask(go, done, asked)
+        asked = ask(go, done, asked)
         embed_phase(p, step, S, PART)
         for number in range(3 * num_layers + 1):
             layer = number // 3
@@ -154,12 +154,12 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
                 kind = kind * 0 + HEAD
             matrix = matrix_of(p, kind, layer, S)
             begun = begin_matrix(matrix, S, PART)
-            _wait_for_all(p, polls, at, S, PART)
+            wait_for_all(p, polls, at, S, PART)
             slot, phase = rolled_phase(m, p, slot, phase, live, kind, matrix, begun, S, PART)
             if kind == QKV:
                 if PART == 0:
                     item = prepare_attention(m, p, layer, table_width, cache_pages, S)
-                _wait_for_all(p, polls, at + 1, S, PART)
+                wait_for_all(p, polls, at + 1, S, PART)
                 if PART == 0:
                     attention_phase(m, p, item, layer, table_width, cache_pages, S)
                 if not S.LAST_MERGES:
@@ -167,22 +167,22 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
                     step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
                     merge_phase(p, spans, S, PART)
             if kind == ROUTER:
-                _wait_for_all(p, polls, at + 1, S, PART)
-                _wait_for_list(m, done, asked, S, PART)
+                wait_for_all(p, polls, at + 1, S, PART)
+                wait_for_list(m, done, asked, S, PART)
                 slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, step * num_layers + layer, S, PART)
                 asked += 1
-                _wait_for_all(p, polls, at + 2, S, PART)
+                wait_for_all(p, polls, at + 2, S, PART)
                 slot, phase = down_phase(m, p, slot, phase, columns, S, PART)
-                _wait_for_all(p, polls, at + 3, S, PART)
+                wait_for_all(p, polls, at + 3, S, PART)
                 add_phase(p, layer, num_taps, S, PART)
-        _wait_for_all(p, polls, head_at + 1, S, PART)
+        wait_for_all(p, polls, head_at + 1, S, PART)
         sample_phase(p, step, S, PART)
-        _wait_for_all(p, polls, head_at + 2, S, PART)
+        wait_for_all(p, polls, head_at + 2, S, PART)
         finish_phase(p, step, S, PART)
-        another, turn = _another_step(word, met, turn, p, step, num_steps, S, PART)
+        another, turn = another_step(word, met, turn, p, step, num_steps, S, PART)
         step += 1
-        _stamp(p, head_at + 3, S, PART)
-    asked = _ask(go, done, asked)    # the producer reads that there is none
+        stamp(p, head_at + 3, S, PART)
+    asked = ask(go, done, asked)    # the producer reads that there is none
 
 
 @gluon.jit

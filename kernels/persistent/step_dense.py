@@ -24,7 +24,7 @@ _QKV, _OUT, _ROUTER = QKV, OUT, ROUTER
 def live_of(words_ptr, tile, S: gl.constexpr):
     """A bit for every column of a tile that lives."""
     c = gl.arange(0, 8, gl.BlockedLayout([1], [32], [_WARPS], [0]))
-    return gl.sum((gl.load(words_ptr + S.C + tile * 8 + c) >= 0).to(gl.int32) << c, 0)
+    return gl.sum((gl.load(words_ptr + S.C + tile * 8 + c, cache_modifier=S.WORDS_CACHE) >= 0).to(gl.int32) << c, 0)
 
 
 @gluon.jit
@@ -146,8 +146,8 @@ def rolled_phase(m, p, slot, phase, live, kind, matrix, begun, S: gl.constexpr, 
         its = live
         if S.COLUMN_TILES > 1:
             its = live_of(p.words, tile, S)
-        slot, phase = consume_rolled(m[0], m[1], m[2], slot, phase, exchange, x_area, is_out, p.residual + tile * (8 * S.D),
-                                     p.mixed + tile * (8 * S.out.DEPTH), weights, norm, p.normed + tile * (8 * S.D), copies, out + tile * 8 * rows,
-                                     p.squares + tile * (8 * S.SQUARES), num_squares, its, rows, groups, share, num_blocks, S.C, S.EPS, S.D, S.out.DEPTH,
-                                     S.STAGE_BLOCKS, S.X_STAGES, S.SQUARES, S.SLOT_UNITS, S.STAGES, _WARPS)
+        slot, phase = consume_rolled(m[0], m[1], m[2], slot, phase, exchange, x_area, is_out, is_out, 0, p.residual + tile * (8 * S.D),
+                                     p.mixed + tile * (8 * S.out.DEPTH), weights, norm, p.normed + tile * (8 * S.D), copies, out + tile * 8 * rows, p.normed,
+                                     p.squares + tile * (8 * S.SQUARES), num_squares, its, rows, groups, share, num_blocks, S.out.DEPTH, S.EPS, S.C, S.D,
+                                     S.STAGE_BLOCKS, S.X_STAGES, S.SQUARES, S.SLOT_UNITS, S.STAGES, False, _WARPS)
     return slot, phase

@@ -46,7 +46,7 @@ _WARPS = gl.constexpr(NUM_WARPS)
 
 
 @gluon.jit
-def _stream(desc, ring, full, empty, slot, phase, layer, W: gl.constexpr, S: gl.constexpr, PART: gl.constexpr):
+def stream_matrix(desc, ring, full, empty, slot, phase, layer, W: gl.constexpr, S: gl.constexpr, PART: gl.constexpr):
     for _tile in range(S.COLUMN_TILES):
         if S.ROLLED_DENSE:
             slot, phase = stream_rolled(desc, ring, full, empty, slot, phase, layer * W.UNITS, W.ITEMS, W.NUM_BLOCKS, W.STAGE_BLOCKS, S.SLOT_UNITS, S.STAGES,
@@ -58,7 +58,7 @@ def _stream(desc, ring, full, empty, slot, phase, layer, W: gl.constexpr, S: gl.
 
 
 @gluon.jit
-def _stream_experts(codes_desc, scales_desc, ring, scale_ring, full, empty, slot, phase, ends, p, layer, W: gl.constexpr, S: gl.constexpr, PART: gl.constexpr):
+def stream_experts(codes_desc, scales_desc, ring, scale_ring, full, empty, slot, phase, ends, p, layer, W: gl.constexpr, S: gl.constexpr, PART: gl.constexpr):
     if S.PHASE == "down":
         number = list_number(1, S, PART)
         num_tiles = gl.load(p.list_tiles + number)
@@ -89,32 +89,32 @@ def _producer(d, m, p, num_layers, layer, S: gl.constexpr, PART: gl.constexpr):
         mbarrier.arrive(done, count=1)
         while another != 0:
             for number in range(num_layers):
-                slot, phase = _stream(qkv_desc, ring, full, empty, slot, phase, number, QKV, S, PART)
-                slot, phase = _stream(out_desc, ring, full, empty, slot, phase, number, OUT, S, PART)
-                slot, phase = _stream(router_desc, ring, full, empty, slot, phase, number, ROUTER, S, PART)
+                slot, phase = stream_matrix(qkv_desc, ring, full, empty, slot, phase, number, QKV, S, PART)
+                slot, phase = stream_matrix(out_desc, ring, full, empty, slot, phase, number, OUT, S, PART)
+                slot, phase = stream_matrix(router_desc, ring, full, empty, slot, phase, number, ROUTER, S, PART)
                 taken += 1
                 mbarrier.wait(go, taken & 1)
-                slot, phase = _stream_experts(up_codes_desc, up_scales_desc, ring, up_scales, full, empty, slot, phase, ends, p, number, UP, S, PART)
-                slot, phase = _stream_experts(down_codes_desc, down_scales_desc, ring, down_scales, full, empty, slot, phase, ends, p, number, DOWN, S, PART)
+                slot, phase = stream_experts(up_codes_desc, up_scales_desc, ring, up_scales, full, empty, slot, phase, ends, p, number, UP, S, PART)
+                slot, phase = stream_experts(down_codes_desc, down_scales_desc, ring, down_scales, full, empty, slot, phase, ends, p, number, DOWN, S, PART)
                 mbarrier.arrive(done, count=1)
-            slot, phase = _stream(head_desc, ring, full, empty, slot, phase, 0, HEAD, S, PART)
+            slot, phase = stream_matrix(head_desc, ring, full, empty, slot, phase, 0, HEAD, S, PART)
             taken += 1
             mbarrier.wait(go, taken & 1)
             another = gl.max(word.load(gl.BlockedLayout([1], [32], [1], [0])), 0)
             mbarrier.arrive(done, count=1)
     elif S.PHASE == "qkv":
-        _stream(qkv_desc, ring, full, empty, slot, phase, layer, QKV, S, PART)
+        stream_matrix(qkv_desc, ring, full, empty, slot, phase, layer, QKV, S, PART)
     elif S.PHASE == "out":
-        _stream(out_desc, ring, full, empty, slot, phase, layer, OUT, S, PART)
+        stream_matrix(out_desc, ring, full, empty, slot, phase, layer, OUT, S, PART)
     elif S.PHASE == "router":
-        _stream(router_desc, ring, full, empty, slot, phase, layer, ROUTER, S, PART)
+        stream_matrix(router_desc, ring, full, empty, slot, phase, layer, ROUTER, S, PART)
     elif S.PHASE == "gate_up":
         mbarrier.wait(go, 0)
-        _stream_experts(up_codes_desc, up_scales_desc, ring, up_scales, full, empty, slot, phase, ends, p, layer, UP, S, PART)
+        stream_experts(up_codes_desc, up_scales_desc, ring, up_scales, full, empty, slot, phase, ends, p, layer, UP, S, PART)
     elif S.PHASE == "down":
-        _stream_experts(down_codes_desc, down_scales_desc, ring, down_scales, full, empty, slot, phase, ends, p, layer, DOWN, S, PART)
+        stream_experts(down_codes_desc, down_scales_desc, ring, down_scales, full, empty, slot, phase, ends, p, layer, DOWN, S, PART)
     elif S.PHASE == "head":
-        _stream(head_desc, ring, full, empty, slot, phase, 0, HEAD, S, PART)
+        stream_matrix(head_desc, ring, full, empty, slot, phase, 0, HEAD, S, PART)
 
 
 # --- the kernel ---
@@ -130,7 +130,7 @@ def _signals():
 
 
 @gluon.jit
-def _make_consumer(qkv_desc, up_scales_desc, down_scales_desc, S: gl.constexpr):
+def make_consumer(qkv_desc, up_scales_desc, down_scales_desc, S: gl.constexpr):
     """What a consumer and its producer have together."""
     ring, _, full, empty = make_ring(qkv_desc, S.SLOT_UNITS, S.STAGES, 1, _WARPS)
     up_scales = make_scale_ring(up_scales_desc, S.up.NUM_STEPS, S.up.SCALE_BOX, S.STAGES, _WARPS)
@@ -152,7 +152,7 @@ def step_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_sc
         area = gl.allocate_shared_memory(gl.bfloat16, [S.AREA_UNITS, 8, 64], operand(64))
         consume((area, area, area, area, area, area, area, keys), p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, S, 0)
     else:
-        ring, full, empty, up_scales, down_scales, go, done = _make_consumer(qkv_desc, up_scales_desc, down_scales_desc, S)
+        ring, full, empty, up_scales, down_scales, go, done = make_consumer(qkv_desc, up_scales_desc, down_scales_desc, S)
         ends = gl.allocate_shared_memory(gl.int32, [1, S.EXPERTS], row_major(2))      # of the column tiles of experts
         met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(met, count=2)
@@ -168,7 +168,7 @@ def step_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_sc
                 (_producer, (d, (ring, full, empty, up_scales, down_scales, go, done, word, ends), p, num_layers, layer, S, 0)),
             ], [1], [24])
         else:
-            ring_1, full_1, empty_1, up_scales_1, down_scales_1, go_1, done_1 = _make_consumer(qkv_desc, up_scales_desc, down_scales_desc, S)
+            ring_1, full_1, empty_1, up_scales_1, down_scales_1, go_1, done_1 = make_consumer(qkv_desc, up_scales_desc, down_scales_desc, S)
             ends_1 = ends
             if not S.ONE_LIST:
                 ends_1 = gl.allocate_shared_memory(gl.int32, [1, S.EXPERTS], row_major(2))

@@ -42,15 +42,24 @@ def program_list(WARPS: gl.constexpr, S: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def attention_buffers(m, S: gl.constexpr):
+def keys_of(m, HALF: gl.constexpr, S: gl.constexpr):
+    """Keys of heads of 2 * HALF; the memory is of the largest there are."""
+    if HALF == S.KEYS_HALF:
+        return m[7]
+    else:
+        return m[7].index(0)._reinterpret(gl.bfloat16, [2 * S.KEYS // 8, 8, HALF], operand(HALF))
+
+
+@gluon.jit
+def attention_buffers(m, HALF: gl.constexpr, QUERY_UNIT: gl.constexpr, S: gl.constexpr):
     """`attention_device.make_buffers`, in memory that products use too, except for the keys."""
-    area, keys = m[3], m[7]
-    K: gl.constexpr = operand(S.HALF)
-    VALUES: gl.constexpr = value_width(S.HALF)
+    area, keys = m[3], keys_of(m, HALF, S)
+    K: gl.constexpr = operand(HALF)
+    VALUES: gl.constexpr = value_width(HALF)
     STAGED: gl.constexpr = staged_rows(S.QUERIES)
     v = area.index(0)._reinterpret(gl.bfloat16, [VALUES // 64 * S.KEYS // 8, 8, 64], operand(64))
-    q = area.index(S.QUERY_UNIT)._reinterpret(gl.bfloat16, [2 * STAGED // 16, 16, S.HALF], K)
-    weights = area.index(S.QUERY_UNIT + 2 * STAGED * S.HALF * 2 // 1024)._reinterpret(gl.bfloat16, [S.KEYS, S.QUERIES], operand(S.QUERIES))
+    q = area.index(QUERY_UNIT)._reinterpret(gl.bfloat16, [2 * STAGED // 16, 16, HALF], K)
+    weights = area.index(QUERY_UNIT + 2 * STAGED * HALF * 2 // 1024)._reinterpret(gl.bfloat16, [S.KEYS, S.QUERIES], operand(S.QUERIES))
     return keys, v, q, weights
 
 
@@ -70,14 +79,14 @@ def _norms_of(p, layer, S: gl.constexpr):
 @gluon.jit
 def prepare_attention(m, p, layer, table_width, cache_pages, S: gl.constexpr):
     """What does not need this layer's queries, keys and values, ahead of the barrier."""
-    return prepare(m[7], _norms_of(p, layer, S), _cache_of(p, layer, cache_pages, S), p.pages, p.plan_rows, p.plan_num_rows, table_width, program(_WARPS), S.H,
-                   S.G, S.HALF, S.QK_NORM, S.KEYS, _WARPS)
+    return prepare(keys_of(m, S.HALF, S), _norms_of(p, layer, S), _cache_of(p, layer, cache_pages, S), p.pages, p.plan_rows, p.plan_num_rows, table_width,
+                   program(_WARPS), S.H, S.G, S.HALF, S.QK_NORM, S.KEYS, _WARPS)
 
 
 @gluon.jit
 def attention_phase(m, p, item, layer, table_width, cache_pages, S: gl.constexpr):
     """item: of `prepare_attention`."""
-    attend(item, attention_buffers(m, S), p.qkv, _norms_of(p, layer, S), p.cos, p.sin, _cache_of(p, layer, cache_pages, S), p.pages,
+    attend(item, attention_buffers(m, S.HALF, S.QUERY_UNIT, S), p.qkv, _norms_of(p, layer, S), p.cos, p.sin, _cache_of(p, layer, cache_pages, S), p.pages,
            p.plan_rows, p.span_mixed, p.span_stats, p.arrivals, p.mixed, table_width, program(_WARPS), p.stamps, S.PROGRAMS, S.C, S.H, S.G, S.HALF, S.SCALE,
            S.QK_EPS, S.QK_NORM, S.WINDOW, S.LAST_MERGES, S.KEYS, S.QUERIES, S.qkv.SPLITS, False, _WARPS)
 
@@ -134,14 +143,15 @@ def _make_list(m, p, layer, S: gl.constexpr, PART: gl.constexpr):
     pairs, weights = _list(p, S, PART)
     clear_list(pairs, weights, S.TILES, S.PADDED_TILES, S.PHASE == "gate_up", _WARPS)
     table = _table(m, S, PART)
-    num_tiles, distinct, chosen = choose_experts(p.router_logits, p.words + S.C, table, m[13], S.C, S.E, S.K, S.EXPERTS, _WARPS, S.router.SPLITS)
+    num_tiles, distinct, chosen = choose_experts(p.router_logits, p.words + S.C, table, m[13], S.C, S.E, S.K, S.EXPERTS, _WARPS, S.router.SPLITS,
+                                                 S.WORDS_CACHE)
     cta_barrier()   # where tiles end is there for the producer, and the list is clear for all threads
     mbarrier.arrive(m[8], count=1)
     if S.ONE_LIST:
         mbarrier.arrive(m[14], count=1)
     written = write_list(p.router_logits, p.words + S.C, table, chosen, num_tiles, p.list_tiles + number, p.list_experts + number * S.TILES, pairs, weights,
                          p.list_counts + number * S.C, S.C, S.E, S.K, S.EXPERTS, S.TILES, S.PADDED_TILES, S.NORMALIZE, S.PHASE == "gate_up", _WARPS,
-                         S.router.SPLITS)
+                         S.router.SPLITS, S.WORDS_CACHE)
     cta_barrier()   # the pairs are there for all threads
     pair_g = _first_pairs(pairs, num_tiles, S, PART)
     write_weights(written, weights, S.C, S.E, S.EXPERTS, S.NORMALIZE, _WARPS)
@@ -220,7 +230,7 @@ def down_phase(m, p, slot, phase, begin, S: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def _leave_squares(p, column, block, values, live, S: gl.constexpr):
+def leave_squares(p, column, block, values, live, S: gl.constexpr):
     """For the norm of rolled products: the sum of squares of a block of a column's residual."""
     if S.ROLLED_DENSE:
         gl.store(p.squares + column * S.SQUARES + block, gl.sum(values * values, 0), mask=live)
@@ -243,7 +253,7 @@ def add_phase(p, layer, num_taps, S: gl.constexpr, PART: gl.constexpr):
     for block in range(program_list(_WARPS, S, PART), S.C * BLOCKS, S.PROGRAMS * S.PARTITIONS):
         column = block // BLOCKS
         d = (block % BLOCKS) * WIDTH + lane
-        slot = gl.load(p.words + S.C + column)
+        slot = gl.load(p.words + S.C + column, cache_modifier=S.WORDS_CACHE)
         before = gl.load(p.residual + column * S.D + d, mask=d < S.D, other=0.0, cache_modifier=".cg")
         total = gl.zeros((WIDTH,), gl.float32, LANES)
         for rank in gl.static_range(RANKS):
@@ -251,7 +261,7 @@ def add_phase(p, layer, num_taps, S: gl.constexpr, PART: gl.constexpr):
         live = (d < S.D) & (slot >= 0)      # such a column has S.K experts
         after = before + total
         gl.store(p.residual + column * S.D + d, after, mask=live)
-        _leave_squares(p, column, block % BLOCKS, gl.where(live, after, 0.0), slot >= 0, S)
+        leave_squares(p, column, block % BLOCKS, gl.where(live, after, 0.0), slot >= 0, S)
         gl.store(p.features + (column * num_taps + tap) * S.D + d, after.to(gl.bfloat16), mask=live & (tap >= 0))
 
 
@@ -267,25 +277,25 @@ def embed_phase(p, step, S: gl.constexpr, PART: gl.constexpr):
     for block in range(program_list(_WARPS, S, PART), S.C * BLOCKS, S.PROGRAMS * S.PARTITIONS):
         column = block // BLOCKS
         d = (block % BLOCKS) * WIDTH + lane
-        live = gl.load(p.words + S.C + column) >= 0
-        token = gl.load(p.words + column)
+        live = gl.load(p.words + S.C + column, cache_modifier=S.WORDS_CACHE) >= 0
+        token = gl.load(p.words + column, cache_modifier=S.WORDS_CACHE)
         if S.PHASE == "all":
             if step > 0:
                 token = best_of_column(p, column, _SLICES, _WARPS)
         token = gl.where((token >= 0) & (token < S.V), token, 0)     # behind a fault it may be anything
         value = gl.load(p.embedding + token.to(gl.int64) * S.D + d, mask=live & (d < S.D), other=0.0)
         gl.store(p.residual + column * S.D + d, value.to(gl.float32), mask=live & (d < S.D))
-        _leave_squares(p, column, block % BLOCKS, value.to(gl.float32), live, S)
+        leave_squares(p, column, block % BLOCKS, value.to(gl.float32), live, S)
     if PART == 0:
         if program(_WARPS) == S.PROGRAMS - 1:
             plan_step(p.words + S.C, p.words + 2 * S.C, p.plan_rows, p.plan_num_rows, p.plan_spans, S.C, S.CLASSES, S.WINDOW,
-                      S.PROGRAMS // S.G, S.PART_COLUMNS, _WARPS, step)
+                      S.PROGRAMS // S.G, S.PART_COLUMNS, _WARPS, step, True, S.WORDS_CACHE)
 
 
 @gluon.jit
 def sample_phase(p, step, S: gl.constexpr, PART: gl.constexpr):
     sample_slices(p, program_list(_WARPS, S, PART), step, S.C, S.V, _SLICES, S.PARTITIONS, S.PROGRAMS,
-                  S.PHASE == "all" and PART == S.PARTITIONS - 1, _WARPS)
+                  (S.PHASE == "all" or S.PHASE == "rounds") and PART == S.PARTITIONS - 1, _WARPS, S.WORDS_CACHE)
 
 
 @gluon.jit

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...dflash.metrics import counts_of
 from ..engine import DecodeMode
+from ..pacing import DraftLength
 from .generation import Generation
 
 DONE = "data: [DONE]\n\n"
@@ -23,6 +24,8 @@ class Answer:
     seed: int
     decode: DecodeMode
     tree_budget: int | None     # None: no tree, or one of the head's number of drafts
+    draft_length: DraftLength | None    # None: all that the head drafts, or no draft
+    domain: str | None          # under which drafting is switched
     include_usage: bool         # of a stream
     return_token_ids: bool
     created: int = field(default_factory=lambda: int(time.time()))
@@ -64,7 +67,9 @@ class Answer:
         return {**chunk, "usage": None} if self.include_usage else chunk
 
     def _extension(self, generation: Generation | None = None) -> dict[str, Any]:
-        known: dict[str, Any] = {"seed": self.seed, "decode": self.decode, **({} if self.tree_budget is None else {"tree_budget": self.tree_budget})}
+        known: dict[str, Any] = {"seed": self.seed, "decode": self.decode, **({} if self.tree_budget is None else {"tree_budget": self.tree_budget}),
+                                 **({} if self.draft_length is None else {"draft_length": self.draft_length}),
+                                 **({} if self.domain is None else {"domain": self.domain})}
         if generation is None:
             return known
         return {**known, "token_ids": generation.token_ids, "rounds": [counts_of(r) for r in generation.rounds]}

@@ -18,6 +18,7 @@ from ..engine import Engine
 from ..engine import Request as EngineRequest
 from .answers import DONE, Answer, event
 from .body import read_object
+from .draft_metrics import drafting_health
 from .errors import ApiError, from_validation
 from .generation import Generation
 from .metrics import Metrics
@@ -81,7 +82,8 @@ class Service:
         failure = self.engine.failure
         if failure is not None:
             return JSONResponse({"status": "down", **ApiError(503, f"engine: {failure}. Restart the server.").body}, status_code=503)
-        return JSONResponse({**self.served.description, "status": "ok", "num_running": self.engine.num_running, "num_waiting": self.engine.num_waiting})
+        return JSONResponse({**self.served.description, "drafting": drafting_health(self.engine.speculation.state()), "status": "ok",
+                             "num_running": self.engine.num_running, "num_waiting": self.engine.num_waiting})
 
     def stop(self) -> None:
         """End every answer under way with an error."""
@@ -96,6 +98,10 @@ class Service:
         if body.tree_budget is not None and decode != "tree":
             raise ApiError(400, f"tree_budget: only with decode 'tree'; this request's is {decode!r}. Set it, or leave the budget out.", param="tree_budget")
         tree_budget = body.tree_budget or served.tree_budget if decode == "tree" else None
+        if body.draft_length is not None and decode not in ("draft", "tree"):
+            raise ApiError(400, f"draft_length: only with decode 'draft' or 'tree'; this request's is {decode!r}. Set it, or leave the length out.",
+                           param="draft_length")
+        draft_length = (served.draft_length if body.draft_length is None else body.draft_length) if decode in ("draft", "tree") else None
         prompt = await asyncio.get_running_loop().run_in_executor(self._encoding, encode_prompt, served.tokenizer, body)
         max_tokens = fit_tokens(body, prompt_tokens=len(prompt), max_length=served.max_length)
         seed = secrets.randbelow(MAX_DRAWN_SEED + 1) if body.seed is None else body.seed
@@ -105,12 +111,13 @@ class Service:
             raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
         request = EngineRequest(
             prompt=prompt, max_tokens=max_tokens, eos_ids=frozenset() if body.ignore_eos else served.eos_ids, decode=decode, sampling=sampling,
-            tree_budget=tree_budget)
+            tree_budget=tree_budget, draft_length=draft_length, domain=body.domain)
         generation = Generation(request, engine=self.engine, tokenizer=served.tokenizer, stops=body.stop, metrics=self.metrics, arrived=arrived)
         self._live.add(generation)
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         return generation, Answer(chat=isinstance(body, ChatRequest), model=served.name, fingerprint=served.fingerprint, seed=seed, decode=decode,
-                                  tree_budget=tree_budget, include_usage=include_usage, return_token_ids=body.return_token_ids)
+                                  tree_budget=tree_budget, draft_length=draft_length, domain=body.domain, include_usage=include_usage,
+                                  return_token_ids=body.return_token_ids)
 
     def _leave(self, generation: Generation) -> None:
         generation.cancel("the client left.")   # without effect on a complete answer

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from ...dflash.generate import Round
 from ..engine import Engine
+from .draft_metrics import DraftCollector
 
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -31,6 +32,7 @@ class Metrics:
         self._gauge("vllm:num_requests_running", "Requests in the engine's turn").set_function(lambda: engine.num_running)
         self._gauge("vllm:num_requests_waiting", "Requests that wait for their turn").set_function(lambda: engine.num_waiting)
         self._gauge("kilotok:acceptance_length", "Tokens a draft yields on average, the bonus included").set_function(lambda: self.acceptance_length)
+        self.registry.register(DraftCollector(engine.speculation, model_name=model_name))
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens read")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Drafts verified")

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from ..engine import MAX_TREE_BUDGET, DecodeMode
+from ..pacing import AUTO, MAX_DRAFT_LENGTH, DraftLength
 from .body import parse_json
 from .errors import ApiError, FieldError, shown, unknown_field
 
@@ -26,6 +27,12 @@ def _stop(value: Any) -> tuple[str, ...]:
     if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
         raise ValueError(f"must be a string or up to {MAX_STOPS} strings, none of them empty; got {shown(value)}.")
     return tuple(stops)
+
+
+def _draft_length(value: Any) -> DraftLength:
+    if value != AUTO and (type(value) is not int or not 0 <= value <= MAX_DRAFT_LENGTH):
+        raise ValueError(f"must be {AUTO!r} or a number in 0..{MAX_DRAFT_LENGTH}; got {shown(value)}.")
+    return value  # type: ignore[no-any-return]
 
 
 def _prompt(value: Any) -> str | list[int]:
@@ -112,6 +119,8 @@ class _Request(_Object):
     user: str | None = None
     decode: DecodeMode | None = None
     tree_budget: int | None = Field(default=None, ge=1, le=MAX_TREE_BUDGET)
+    draft_length: Annotated[DraftLength | None, PlainValidator(_draft_length)] = None
+    domain: str | None = Field(default=None, min_length=1, max_length=64)
     ignore_eos: bool = False
     return_token_ids: bool = False
     n: Annotated[Any, _only(1, remedy="Send several requests.")] = 1

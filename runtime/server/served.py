@@ -6,6 +6,7 @@ from typing import Any
 
 from ...dflash.generate import Drafter
 from ..engine import DecodeMode, Executor
+from ..pacing import DraftLength
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class Served:
     fingerprint: str                                # system_fingerprint of the answers
     description: dict[str, Any]                     # shown by /health
     tree_budget: int | None = None                  # nodes of draft trees, which then are the default; None: chains are, and trees have as many nodes
+    draft_length: DraftLength | None = None         # of a request that does not say; None: all that the head drafts
 
     @property
     def decode(self) -> DecodeMode:

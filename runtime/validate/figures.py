@@ -6,7 +6,7 @@ from typing import Any
 from ...dflash.generate import Round
 from ...dflash.metrics import acceptance_by_position, acceptance_length, without_repeats
 from .client import Answer
-from .probes import DRAFT, PLAIN, PLAIN_ONE_COLUMN, SAMPLED_DRAFT, SAMPLED_PLAIN, SAMPLED_TREE, TREE, WIDE_TREE
+from .probes import ADAPTIVE, DRAFT, PLAIN, PLAIN_ONE_COLUMN, SAMPLED_ADAPTIVE, SAMPLED_DRAFT, SAMPLED_PLAIN, SAMPLED_TREE, TREE, WIDE_TREE
 from .prompts import ALL
 from .stats import cost_per_million_tokens, first_difference, not_measured, pooled_speed, reason_of, spread
 
@@ -46,6 +46,27 @@ def proposing(answers: Sequence[Answer]) -> dict[str, Any]:
     if decode:
         cost = {"mean": sum(1 + r.num_drafted for r in decode) / len(decode), "most": max(1 + r.num_drafted for r in decode)}
     return {"verified": cost, **acceptance(answers)}
+
+
+def verifying(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Of decode rounds: proposals verified on average, the share that verified any, and tokens committed by a round of those and by a round of all."""
+    decode = [r for a in answers for r in a.rounds if not r.is_prefill]
+    if not decode:
+        return dict(not_measured("no decode round"))
+    some = [r for r in decode if r.num_drafted]
+    return {"rounds": len(decode), "length": sum(r.num_drafted for r in decode) / len(decode), "share_drafted": len(some) / len(decode),
+            "tokens_a_round": acceptance_length(decode), "drafted": _length(some)}
+
+
+def adaptive(answers: Sequence[Answer], speeds: Mapping[str, Mapping[str, Any]], *, mode: str, full: str, plain: str) -> dict[str, Any]:
+    """Per domain: what an adaptive mode verified, and its pooled speed by that of full drafts and of none, in steps of the same kind."""
+    found: dict[str, Any] = {}
+    for domain, figure in by_domain(of_mode(answers, mode), verifying).items():
+        rates = {name: speeds[name][domain]["decode"] for name in (mode, full, plain)}
+        missing = [reason for rate in rates.values() if (reason := reason_of(rate)) is not None]
+        by = not_measured(missing[0]) if missing else {name: rates[mode]["tokens_per_s"] / rates[name]["tokens_per_s"] for name in (full, plain)}
+        found[domain] = {"verified": figure, "speed": rates[mode], "by": by}
+    return found
 
 
 def speed(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -88,12 +109,18 @@ def summarize(answers: Sequence[Answer], *, no_draft: str | None) -> dict[str, A
     figures: dict[str, Any] = {"speed": speeds, "one_column": compare(answers, mode=PLAIN_ONE_COLUMN, reference=PLAIN)}
     if no_draft is not None:
         reasons = {kind: not_measured(no_draft) for kind in ("greedy", "sampled")}
-        return {**figures, **dict.fromkeys(("lossless", "acceptance", "speed_up", "trees"), reasons)}
+        return {**figures, **dict.fromkeys(("lossless", "acceptance", "speed_up", "trees", "adaptive"), reasons)}
+    is_adaptive = ADAPTIVE in modes
+    lossless = {"greedy, adaptive": compare(answers, mode=ADAPTIVE, reference=PLAIN),
+                "sampled, adaptive": compare(answers, mode=SAMPLED_ADAPTIVE, reference=SAMPLED_PLAIN)} if is_adaptive else {}
+    lengths = {"greedy": adaptive(answers, speeds, mode=ADAPTIVE, full=DRAFT, plain=PLAIN),
+               "sampled": adaptive(answers, speeds, mode=SAMPLED_ADAPTIVE, full=SAMPLED_DRAFT, plain=SAMPLED_PLAIN)} if is_adaptive else dict.fromkeys(
+        ("greedy", "sampled"), not_measured("a fixed draft length was asked for"))
     return {
-        **figures,
+        **figures, "adaptive": lengths,
         "lossless": {"greedy": compare(answers, mode=DRAFT, reference=PLAIN), "sampled": compare(answers, mode=SAMPLED_DRAFT, reference=SAMPLED_PLAIN),
                      "greedy, tree": compare(answers, mode=TREE, reference=PLAIN), "greedy, wide tree": compare(answers, mode=WIDE_TREE, reference=PLAIN),
-                     "sampled, tree": compare(answers, mode=SAMPLED_TREE, reference=SAMPLED_PLAIN)},
+                     "sampled, tree": compare(answers, mode=SAMPLED_TREE, reference=SAMPLED_PLAIN), **lossless},
         "acceptance": {"greedy": by_domain(of_mode(answers, DRAFT), acceptance), "sampled": by_domain(of_mode(answers, SAMPLED_DRAFT), acceptance)},
         "trees": {kind: {mode: by_domain(of_mode(answers, mode), proposing) for mode in ways}
                   for kind, ways in (("greedy", (DRAFT, TREE, WIDE_TREE)), ("sampled", (SAMPLED_DRAFT, SAMPLED_TREE)))},

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..executors import DEVICES, EXECUTORS
+from ..pacing import AUTO, MAX_DRAFT_LENGTH, DraftLength
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class ValidateOptions:
     threads: int | None = None             # of torch, in the server and for the quality; None: torch decides
     device: str = "auto"                   # cpu, cuda, or auto: cuda where the persistent executor runs
     executor: str = "auto"                 # of the server: reference, persistent, or auto
+    draft_length: DraftLength = AUTO       # "auto": full drafts, and adaptive ones beside them; a number: proposals of a draft at most
 
     def __post_init__(self) -> None:
         for name, least in (("prompts_per_domain", 1), ("max_tokens", 2), ("quality_tokens", 1)):   # one token has no decode speed
@@ -34,6 +36,9 @@ class ValidateOptions:
             raise ValueError(f"validate.temperature: must lie in (0, 100]; got {self.temperature}. Greedy decoding is measured in any case.")
         if self.price_per_hour is not None and not 0 <= self.price_per_hour < math.inf:
             raise ValueError(f"validate.price_per_hour: must be a price; got {self.price_per_hour}.")
+        if self.draft_length != AUTO and not (isinstance(self.draft_length, int) and 1 <= self.draft_length <= MAX_DRAFT_LENGTH):
+            raise ValueError(f"validate.draft_length: must be 'auto' or lie in 1..{MAX_DRAFT_LENGTH}; got {self.draft_length!r}. "
+                             "Decoding without a draft is measured in any case.")
         for name, known in (("device", DEVICES), ("executor", EXECUTORS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"validate.{name}: must be one of {', '.join(known)}; got {getattr(self, name)!r}.")

@@ -53,17 +53,19 @@ def validate(options: ValidateOptions, *, command: Sequence[str] | None = None) 
         start_server(command or serve_command(out, device=choice.device, executor=options.executor, threads=options.threads)) as server,
         Client(server, has_text=has_text_by(tokenizer)) as client,
     ):
-        health = client.health()
-        answers = run_probes(client, prompts, modes=modes_for(has_draft=no_draft is None), max_tokens=options.max_tokens, temperature=options.temperature)
+        health = {name: value for name, value in client.health().items() if name != "drafting"}   # of which nothing is measured yet
+        answers = run_probes(client, prompts, modes=modes_for(has_draft=no_draft is None, draft_length=options.draft_length), max_tokens=options.max_tokens,
+                             temperature=options.temperature, draft_length=options.draft_length)
+        drafting = client.health().get("drafting")
     figures = summarize(answers, no_draft=no_draft)
     quality = _quality(options, device=choice.device, prompts=prompts, parent=parent, tokenizer=tokenizer)
     failures = [*failures_of(figures), *([f"quality: {reason_of(quality)}"] if reason_of(quality) == NOT_FINITE else [])]
     report: dict[str, Any] = {
         "ok": not failures, "failures": failures, **figures,
-        "quality": quality,
+        "quality": quality, "drafting": drafting,
         "sizes": sizes(out, no_draft=no_draft),
         "settings": {"prompts": str(path), "prompts_in_file": len(rows), "prompts_asked": len(prompts), "max_tokens": options.max_tokens,
-                     "temperature": options.temperature, "top_p": TOP_P, "quality_tokens": options.quality_tokens,
+                     "temperature": options.temperature, "top_p": TOP_P, "draft_length": options.draft_length, "quality_tokens": options.quality_tokens,
                      "quality_dtype": str(_quality_dtype(choice.device)).removeprefix("torch.")},
         "provenance": describe(out, device=choice.device, threads=options.threads, health=health),
         "requests": [{**asdict(a), "rounds": [counts_of(r) for r in a.rounds]} for a in answers]}

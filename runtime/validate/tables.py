@@ -60,7 +60,7 @@ def _or_not(figure: Any, key: str, form: str) -> str:
 
 def tables(report: Report) -> list[Table]:
     """Everything but the single requests."""
-    found = [_lossless(report), *_acceptance(report), _trees(report), _speed(report), _speed_up(report), _quality(report)]
+    found = [_lossless(report), *_acceptance(report), _trees(report), _adaptive(report), _speed(report), _speed_up(report), _quality(report)]
     if "cost" in report:
         found.append(_cost(report["cost"]))
     sizes = [(name.removesuffix("_bytes").replace("_", " "), f"{size:,} bytes" if isinstance(size, int) else f"not measured: {reason_of(size)}")
@@ -127,6 +127,27 @@ def _trees(report: Report) -> Table:
                       "several candidates a position. 'Verified a round' is the mean of the tokens the target reads, the anchor included; a chain is shortened "
                       "near the end of a text, a tree is not. Both executors read a tree path by path, so the speed of trees here says nothing of trees "
                       "elsewhere.")
+
+
+def _adaptive(report: Report) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for kind, domains in report["adaptive"].items():
+        reason = reason_of(domains)
+        if reason is not None:
+            rows.append((kind, "", f"not measured: {reason}", "", "", "", "", "", ""))
+            continue
+        for domain, figure in domains.items():
+            verified, by = figure["verified"], figure["by"]
+            ratios = [f"not measured: {reason_of(by)}", ""] if reason_of(by) is not None else [f"{value:.2f}x" for value in by.values()]
+            drafted = {} if reason_of(verified) is not None else verified["drafted"]
+            rows.append((kind, domain, figure_text(verified, "length"), figure_text(verified, "share_drafted", "{:.0%}"),
+                         figure_text(drafted, "length") if drafted else "", figure_text(verified, "tokens_a_round"),
+                         figure_text(figure["speed"], "tokens_per_s", "{:.1f}"), *ratios))
+    header = ("decoding", "domain", "verified a round", "with any", "tokens a round with any", "tokens a round", "tokens/s", "by full drafts", "by plain")
+    return Table(title="Adaptive drafts", header=header, rows=tuple(rows),
+                 note="Drafts of which as much is verified as pays by the rounds measured so far, and none where drafting does not pay, by domain; what is "
+                      "learned in one request serves the next, so the first ones pay for it. 'Verified' counts proposals, without the anchor, over all "
+                      "decode rounds; 'with any' are the rounds that verified some. Plain is decoding under the column rule.")
 
 
 def _speed(report: Report) -> Table:

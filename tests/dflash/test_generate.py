@@ -302,3 +302,19 @@ def test_a_drafter_samples_with_the_noise_of_the_position(model: nn.Module, wind
     proposals, anchor = drafter.propose(50, count=7, sampling=sampling), sum(observed)
     assert proposals == choose_tokens(drafter.logits(50), first_position=anchor + 1, sampling=sampling)
     assert proposals != choose_tokens(drafter.logits(50), first_position=anchor, sampling=sampling)
+
+
+def test_a_drafter_tells_the_probability_of_every_token_it_proposes(model: nn.Module) -> None:
+    embedding = model.get_input_embeddings().weight.detach()   # type: ignore[operator]
+    drafter = DFlashDrafter(draft_of(model, window=None), embedding_VD=embedding, head_VD=embedding)
+    drafter.observe(torch.randn(5, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    for sampling, temperature in ((Sampling(), 1.0), (Sampling(temperature=0.5, top_k=3, seed=1), 0.5)):
+        tree = drafter.propose_chain(50, count=7, sampling=sampling)
+        assert list(tree.token_ids) == drafter.propose(50, count=7, sampling=sampling) and tree.parents == tuple(range(-1, 6))
+        expected = (drafter.logits(50) / temperature).softmax(-1)[torch.arange(7), list(tree.token_ids)].tolist()
+        assert tree.confidences == pytest.approx(expected, rel=1e-5)
+    ranked = drafter.propose_tree(50, count=7, budget=9, sampling=Sampling())
+    probabilities = drafter.logits(50).softmax(-1)
+    assert ranked.confidences == pytest.approx([float(probabilities[d - 1, t]) for d, t in zip(ranked.depths, ranked.token_ids, strict=True)])
+    first = ranked.first(4)
+    assert first == drafter.propose_tree(50, count=7, budget=4, sampling=Sampling()) and first.confidences == ranked.confidences[:4]  # type: ignore[index]

@@ -97,17 +97,17 @@ def columns_of(rng: random.Random, num_columns: int, max_length: int) -> list[tu
 
 
 @pytest.mark.parametrize("num_columns", [8, 16, 32, 64])
-@pytest.mark.parametrize("window", [None, 1, 200, 9000])
-def test_the_device_plan_is_the_twin_and_holds_every_visible_chunk_once(num_columns: int, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "causal"), [(None, True), (1, True), (200, True), (9000, True), (None, False), (200, False)])
+def test_the_device_plan_is_the_twin_and_holds_every_visible_chunk_once(num_columns: int, window: int | None, causal: bool) -> None:
     rng = random.Random(num_columns)
     for max_length in (300, 4096, 20000, 131072):
         columns = columns_of(rng, num_columns, max_length)
         slots, positions = (torch.tensor(part, dtype=torch.int32) for part in zip(*columns, strict=True))
         at_once, part_columns = rng.choice((0, 9, 33, 100)), rng.choice((1, 2, 8))
-        expected = plan_ref(slots, positions, max_length=max_length, window=window, at_once=at_once, part_columns=part_columns)
+        expected = plan_ref(slots, positions, max_length=max_length, window=window, at_once=at_once, part_columns=part_columns, causal=causal)
         got = Plan.empty(num_columns=num_columns, max_length=max_length, device=slots.device)
         launch(on_cpu("plan").plan_kernel, 1, slots, positions, got.rows_N8, got.num_rows, got.spans_C, C=num_columns, CLASSES=num_classes(max_length),
-               WINDOW=window or 0, AT_ONCE=at_once, PART_COLUMNS=part_columns, NUM_WARPS=8)
+               WINDOW=window or 0, AT_ONCE=at_once, PART_COLUMNS=part_columns, CAUSAL=causal, NUM_WARPS=8)
         count = int(expected.num_rows)
         assert_equal(got.num_rows, expected.num_rows)
         assert_equal(got.spans_C, expected.spans_C)
@@ -116,11 +116,13 @@ def test_the_device_plan_is_the_twin_and_holds_every_visible_chunk_once(num_colu
         if window is None:   # the largest first, but for the last span of a run, which may be short
             assert sorted(sizes[:1], reverse=True) == sizes[:1]
         for c, (slot, position) in enumerate(columns):
-            mine = [row for row in expected.rows_N8[:count].tolist() if 0 <= c - row[0] - (row[1] >> 8) < row[1] & 255]
+            mine = [row for row in expected.rows_N8[:count].tolist() if 0 <= c - row[0] - (row[1] >> 8 & 255) < row[1] & 255]
             seen = sorted(chunk for row in mine for chunk in range(row[4], row[5]))
             first = 0 if window is None else max(0, position - window + 1) // CHUNK
             assert (len(mine), len(set(seen))) == (int(expected.spans_C[c]), len(seen))
-            assert slot < 0 or set(range(first, position // CHUNK + 1)) <= set(seen)
+            last = position if causal else max(p for s, p in columns if s == slot)
+            assert slot < 0 or set(range(first, last // CHUNK + 1)) <= set(seen)
+            assert causal or {row[1] >> 16 for row in mine} <= {sum(s == slot for s, _ in columns)}
 
 
 def test_columns_that_are_no_runs_are_refused() -> None:
@@ -152,6 +154,18 @@ def test_a_column_has_the_same_bits_alone_and_among_others(heads: Heads, columns
     for form in FORMS:
         check_alone(case, run_on_cpu, form)
         check_placed(case, run_on_cpu, form, num_columns=32)
+
+
+@pytest.mark.parametrize(("heads", "columns", "form"), [
+    (HEADS["pocket"], NEAR, FORMS[0]), (window("SmolLM2-MoE", 130), NEAR, FORMS[1]), (window("pocket", 9), tuple((0, 121 + t) for t in range(8)), FORMS[0])])
+def test_a_block_whose_columns_see_each_other(heads: Heads, columns: tuple[tuple[int, int], ...], form: AttentionForm) -> None:
+    """Both ways, over a chunk's end; cut in parts or whole the same bits."""
+    case = dataclasses.replace(case_of(heads, columns, max_length=768, seed=2), causal=False)
+    check_case(case, run_on_cpu, form)
+    out, cache = run_on_cpu(case, form=form)
+    whole, whole_cache = run_on_cpu(case, form=form, programs=1)
+    assert_equal(whole, out, bits=True, what="parts of another size")
+    assert_equal(whole_cache, cache, bits=True, what="the cache of parts of another size")
 
 
 def test_bf16_products_are_taken_as_they_are() -> None:
@@ -228,6 +242,12 @@ def test_the_code_is_short() -> None:
     assert build_attend(heads, num_columns=8, maxnreg=168).code_bytes <= 22 * 1024
 
 
+def test_a_block_that_is_not_causal_compiles_alike() -> None:
+    heads = dataclasses.replace(HEADS["Qwen3-30B-A3B"], window=1024)
+    causal, block = (build_attend(heads, num_columns=8, maxnreg=168, causal=causal) for causal in (True, False))
+    assert block.stack_bytes == block.local_bytes == 0 and block.code_bytes <= causal.code_bytes + 1024, f"{block}, and causal {causal}"
+
+
 @pytest.mark.parametrize("num_columns", [8, 64])
 def test_the_plan_compiles(num_columns: int) -> None:
     for window in (None, 4096):
@@ -256,3 +276,4 @@ def test_gpu_against_the_twin_and_bit_by_bit(heads: Heads) -> None:
             check_case(case, run_on_gpu, form)
             check_alone(case, run_on_gpu, form)
             check_placed(case, run_on_gpu, form, num_columns=64)
+            check_case(dataclasses.replace(case, causal=False), run_on_gpu, form)

@@ -178,8 +178,7 @@ def test_after_a_fault_the_kernel_ends() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "variant"), [("Qwen3-30B-A3B", "pairs"), ("SmolLM2-MoE", "rolled"), ("Qwen3-30B-A3B", "two programs")])   # 20 s each
 def test_producers_and_consumers_agree_at_the_sizes_of_real_models(name: str, variant: str) -> None:
     """All 132 or 264 programs to the end of two steps (of one layer; of Qwen3 with a small head), with routing lists that differ from consumer to consumer."""
     shape = SHAPES[name] if name != "Qwen3-30B-A3B" else replace(SHAPES[name], vocab_size=5000)

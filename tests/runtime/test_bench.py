@@ -11,13 +11,16 @@ import pytest
 from conftest import POCKET, export_experts
 from step_models import tiny_weights
 
-from kilotok.kernels.persistent import StepInputs, StepRef, StepState, StepWeights
+from kilotok.kernels.persistent import DraftState, DraftWeights, RoundInputs, RoundRef, StepInputs, StepRef, StepState, StepWeights
+from kilotok.kernels.persistent.rounds import RoundKernel
 from kilotok.kernels.persistent.step import StepKernel
 from kilotok.runtime import bench as module
 from kilotok.runtime.archs import graph_of
 from kilotok.runtime.bench import BenchOptions, Machine, Measured, bench_engine, measure, step_bytes, table
+from kilotok.runtime.bench_rounds import MeasuredRound, draft_bytes, rounds_table
 from kilotok.runtime.cli import main as kilotok
-from kilotok.runtime.shapes import SHAPES, shape_of
+from kilotok.runtime.draft_weights import draft_shape
+from kilotok.runtime.shapes import DRAFTS, SHAPES, shape_of
 from kilotok.runtime.step_weights import step_shape
 from kilotok.runtime.weights import read_json
 
@@ -51,6 +54,28 @@ class TwinKernel:
         return {name: 10.0 * (i + 1) for i, name in enumerate(PHASES)}
 
 
+class TwinRounds(TwinKernel):
+    """As RoundKernel, on the twin."""
+
+    def __init__(self, weights: StepWeights, state: StepState, draft: DraftWeights, drafts: DraftState, *, profile: bool = False) -> None:
+        super().__init__(weights, state, profile=profile)
+        self.rounds, self.asked = RoundRef(weights, state, draft, drafts), list[tuple[RoundInputs, int]]()
+
+    def set_rounds(self, inputs: RoundInputs) -> None:
+        pass
+
+    def run_rounds(self, inputs: RoundInputs, *, num_rounds: int = 1) -> None:
+        self.asked.append((inputs, num_rounds))
+        self.rounds.run_rounds(inputs.clone(), 1)
+
+    def capture_rounds(self) -> Any:
+        return self.capture()
+
+    def phase_us(self) -> dict[str, float]:
+        assert self.profile
+        return {"draft_qkv": 20.0, "head": 30.0}
+
+
 def timed_us(call: Callable[[], object], repeats: int) -> list[float]:
     call()
     return [100.0 + i for i in range(repeats)]
@@ -58,12 +83,16 @@ def timed_us(call: Callable[[], object], repeats: int) -> list[float]:
 
 def stand_in() -> Machine:
     TwinKernel.made.clear()
-    return Machine(device="cpu", programs=132, environment="a stand-in", kernel=TwinKernel, timed_us=timed_us, stream_bytes_per_s=lambda: 4e12)
+    return Machine(device="cpu", programs=132, environment="a stand-in", kernel=TwinKernel, round_kernel=TwinRounds, timed_us=timed_us,
+                   stream_bytes_per_s=lambda: 4e12)
 
 
 def test_the_stand_in_is_called_as_the_kernel_is() -> None:
     for name in ("run", "set_inputs", "capture", "check_fault", "phase_us"):
         ours, theirs = (inspect.signature(getattr(kernel, name)).parameters for kernel in (TwinKernel, StepKernel))
+        assert set(ours) <= set(theirs) and all(ours[p].kind == theirs[p].kind for p in ours), name
+    for name in ("run_rounds", "set_rounds", "capture_rounds"):
+        ours, theirs = (inspect.signature(getattr(kernel, name)).parameters for kernel in (TwinRounds, RoundKernel))
         assert set(ours) <= set(theirs) and all(ours[p].kind == theirs[p].kind for p in ours), name
     assert {"stop", "tokens_so_far"} <= set(dir(StepKernel)) and {"weights", "state", "profile"} <= set(inspect.signature(StepKernel).parameters)
 
@@ -128,7 +157,58 @@ def test_a_table_of_verifying_steps_has_no_steps_in_a_row() -> None:
     assert table([row], stream=4e12)[2] == "| 8 (1) | 100.0 (100.0, 100.0) | - | 120.0 (120.0, 120.0) | 200.0 | 50.0 | 50.0 % | 3.0 | 80000.0 |"
 
 
+def test_rounds_are_measured_by_how_much_they_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = dataclasses.replace(SHAPES["pocket"], hidden_size=64, num_heads=4, num_kv_heads=2, vocab_size=300, num_layers=4, expert_hidden=32)
+    draft = dataclasses.replace(DRAFTS["pocket"], hidden_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=300, intermediate_size=64,
+                                num_hidden_layers=1, target_layer_ids=(1, 3), num_target_layers=4)
+    monkeypatch.setitem(SHAPES, "small", graph)
+    monkeypatch.setitem(DRAFTS, "small", draft)
+    said: list[str] = []
+    rows = bench_engine(BenchOptions(model="small", draft=True, sequences=(2,), context=40, layers=2, assume_acceptance=(3.5,)), say=said.append,
+                        machine=stand_in)
+    rounds = [row for row in rows if isinstance(row, MeasuredRound)]
+    assert [row.verified for row in rounds] == [None, *range(8)]
+    kernel = TwinKernel.made[0]
+    assert isinstance(kernel, TwinRounds) and kernel.rounds.weights.shape.taps == (0, 1), "of a few layers, the last are tapped"
+    assert {(inputs.limits_S.tolist()[0], number) for inputs, number in kernel.asked} == {(v, n) for v in range(8) for n in (1, 16)}
+    assert all(inputs.slots_S.tolist() == [0, 1] and inputs.positions_S.tolist() == [39, 39] for inputs, _ in kernel.asked)
+    text = "\n".join(said)
+    assert "small, 2 of 4 layers, random weights, context 40, rounds with a draft head\na stand-in" in text
+    assert "tokens/s if a round committed 3.5 (assumed)" in text and "| 2 | no draft | 114.5 (106.0, 123.0) |" in text and "(1, measured)" in text
+    best = rounds[8].best_us
+    lines = {line.split(" | ")[1]: line for line in said if line.startswith("| 2 | ")}
+    assert lines["7"].endswith(f"| {2 * 3.5 / best * 1e6:.1f} |") and lines["2"].endswith("| - |"), "no round of 2 commits 3.5"
+    assert "| draft_qkv | 20.0 |" in text and "| sum | 50.0 |" in text
+
+
+def test_the_bytes_of_a_draft_by_hand() -> None:
+    shape = draft_shape(DRAFTS["pocket"], max_length=512)
+    weights, draft = tiny_weights(), DraftWeights.random(shape, seed=1, device="cpu")
+    parts = draft_bytes(draft, weights, sequences=2, context=500)
+    assert parts["draft's keys and values"] == 2 * 128 * 2 * 4 * 32 * 2 * 3 and parts["head"] == 4 * weights.head.words.numel()
+    assert parts["draft weights"] >= 2 * (3 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 448) + 3 * 256 * 256 + 3 * 256 * 256)
+
+
+def test_a_row_of_rounds_names_what_is_assumed() -> None:
+    def row(verified: int | None, us: float) -> MeasuredRound:
+        return MeasuredRound(sequences=1, verified=verified, us=[us] * 5, row_us=us, graph_us=None, phases_us={}, distinct=[4, 2], num_bytes=200_000_000)
+
+    lines = rounds_table([row(None, 100.0), row(7, 200.0)], stream=4e12, assumed=[4.0])
+    assert lines[2] == "| 1 | no draft | 100.0 (100.0, 100.0) | 100.0 | - | 200.0 | 50.0 | 50.0 % | 3.0 | 1.00 | 10000.0 (1, measured) |"
+    assert lines[3] == "| 1 | 7 | 200.0 (200.0, 200.0) | 200.0 | - | 200.0 | 50.0 | 25.0 % | 3.0 | 2.00 | 20000.0 |"
+
+
+def test_rounds_of_a_directory_need_a_draft_and_layers_to_tap(tmp_path: Path) -> None:
+    out = export_experts(POCKET, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"^--draft: .* has no dflash/"):
+        bench_engine(BenchOptions(model=str(out), draft=True), say=lambda _: None, machine=stand_in)
+    with pytest.raises(ValueError, match=r"^layers: the draft taps 3 layers; got 2\.$"):
+        bench_engine(BenchOptions(model="pocket", draft=True, layers=2), say=lambda _: None, machine=stand_in)
+
+
 @pytest.mark.parametrize(("options", "error"), [
+    ({"sequences": (9,)}, r"^sequences: must lie in 1\.\.8"), ({"draft": True, "assume_acceptance": (9.0,)}, "^assume_acceptance: a round commits 1 to 8"),
+    ({"assume_acceptance": (4.0,)}, "^assume_acceptance: is of rounds"),
     ({"columns": (0,)}, r"^columns: must lie in 1\.\.64; got \[0\]\."), ({"columns": ()}, "^columns: "), ({"columns": (65,)}, "^columns: "),
     ({"per_sequence": 9}, r"^per_sequence: must lie in 1\.\.8; got 9"), ({"context": 3, "per_sequence": 4}, "^context: must hold the 4 columns"),
     ({"layers": 0}, "^layers: must be at least 1")])
@@ -138,7 +218,7 @@ def test_options_that_do_not_fit(options: dict[str, Any], error: str) -> None:
 
 
 def test_sizes_that_the_model_has_not() -> None:
-    with pytest.raises(ValueError, match=r"^context: 2040 and 32 steps more do not fit the model's context of 2048\.$"):
+    with pytest.raises(ValueError, match=r"^context: 2040 and 32 positions more do not fit the model's context of 2048\.$"):
         bench_engine(BenchOptions(model="pocket", context=2040), machine=stand_in)
     with pytest.raises(ValueError, match=r"^layers: the model has 6; got 7\.$"):
         bench_engine(BenchOptions(model="pocket", layers=7), machine=stand_in)
@@ -158,4 +238,6 @@ def test_options_reach_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kilotok.runtime.cli.bench_engine", asked.append)
     assert kilotok(["bench", "engine", "pocket"]) == 0
     assert kilotok(["bench", "engine", "d", "--columns", "1", "2", "64", "--per-sequence", "4", "--context", "9", "--layers", "3", "--seed", "5"]) == 0
+    assert kilotok(["bench", "engine", "pocket", "--draft", "--sequences", "1", "4", "--assume-acceptance", "4.29", "5.56"]) == 0
+    assert asked.pop() == BenchOptions(model="pocket", draft=True, sequences=(1, 4), assume_acceptance=(4.29, 5.56))
     assert asked == [BenchOptions(model="pocket"), BenchOptions(model="d", columns=(1, 2, 64), per_sequence=4, context=9, layers=3, seed=5)]

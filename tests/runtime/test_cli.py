@@ -53,9 +53,10 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("command", "options"), [
-    ("serve", {"--help", "--host", "--port", "--name", "--no-draft", "--device", "--executor", "--dtype", "--max-running", "--tree-budget", "--threads"}),
+    ("serve", {"--help", "--host", "--port", "--name", "--no-draft", "--device", "--executor", "--dtype", "--max-running", "--tree-budget", "--threads",
+               "--draft-length"}),
     ("validate", {"--help", "--prompts", "--parent", "--report", "--prompts-per-domain", "--max-tokens", "--quality-tokens", "--temperature",
-                  "--price-per-hour", "--threads", "--device", "--executor"}),
+                  "--price-per-hour", "--threads", "--device", "--executor", "--draft-length"}),
     ("export", {"--help", "--parent", "--layout", "--prompts", "--rank", "--ranks", "--jobs"}), ("convert", {"--help", "--layout", "--dtype", "--jobs"}),
     ("inspect", {"--help"})])
 def test_the_options_of_every_command(command: str, options: set[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +69,7 @@ def test_the_options_of_every_command(command: str, options: set[str], capsys: p
     (["server", "out"], "invalid choice: 'server'"), (["serve", "out", "--port", "x"], "invalid int value: 'x'"),
     (["serve", "out", "--dtype", "float16"], "invalid choice: 'float16'"), (["serve", "out", "--device", "tpu"], "invalid choice: 'tpu'"),
     (["serve", "out", "--executor", "fast"], "invalid choice: 'fast'"),
-    (["serve", "out", "--draft"], "unrecognized arguments: --draft")])
+    (["serve", "out", "--drafts"], "unrecognized arguments: --drafts")])
 def test_arguments_that_do_not_fit(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in left_with(args, 2, capsys)
 
@@ -99,14 +100,15 @@ def test_options_of_serve_reach_the_loader(loading: Recorder, capsys: pytest.Cap
     try:
         assert kilotok(["serve", "somewhere", "--port", "0"]) == 2 and torch.get_num_threads() == threads
         assert kilotok(["serve", "x", "--port", "0", "--name", "n", "--no-draft", "--device", "cuda", "--dtype", "bfloat16", "--threads", "3",
-                        "--tree-budget", "15", "--executor", "persistent", "--max-running", "3"]) == 2
+                        "--tree-budget", "15", "--executor", "persistent", "--max-running", "3",
+                        "--draft-length", "3"]) == 2
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)
     assert loading.calls == [(Path("somewhere"), {"name": None, "use_draft": True, "device": "auto", "dtype": None, "tree_budget": None,
-                                                   "executor": "auto", "max_running": 8}),
+                                                   "executor": "auto", "max_running": 8, "draft_length": "auto"}),
                              (Path("x"), {"name": "n", "use_draft": False, "device": "cuda", "dtype": "bfloat16", "tree_budget": 15,
-                                           "executor": "persistent", "max_running": 3})]
+                                           "executor": "persistent", "max_running": 3, "draft_length": 3})]
     assert capsys.readouterr().err == "error: loaded\n" * 2
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ from step_models import TINY, Counted, weights_of_directory
 from tolerances import assert_equal
 from torch import Tensor
 
+from kilotok.dflash.model import DraftModel
 from kilotok.dflash.sampling import Sampling
-from kilotok.kernels.persistent import StepInputs, StepState
+from kilotok.kernels.persistent import DraftShape, RoundInputs, StepInputs, StepState
 from kilotok.kernels.persistent.step_code import SHARED_BYTES
 from kilotok.runtime import executors as module
 from kilotok.runtime import loading
@@ -31,7 +33,7 @@ from kilotok.runtime.executors import (
 )
 from kilotok.runtime.gpu import Gpu, obstacle_of
 from kilotok.runtime.loading import load_served
-from kilotok.runtime.persistent import PersistentExecutor, ResidentRunner
+from kilotok.runtime.persistent import PersistentExecutor, ResidentRunner, RoundRunner
 from kilotok.runtime.reference import ReferenceExecutor
 
 H200 = Gpu(name="NVIDIA H200", capability=(9, 0), shared_bytes=SHARED_BYTES, num_sms=132)
@@ -92,7 +94,7 @@ def test_options_that_are_none(out: Path) -> None:
 # ---- loading
 
 
-def twin_of(directory: Path, *, taps: tuple[int, ...], num_slots: int) -> PersistentExecutor:
+def twin_of(directory: Path, *, taps: tuple[int, ...], num_slots: int, draft_dir: Path | None = None) -> PersistentExecutor:
     weights = weights_of_directory(directory, taps=taps)
     return PersistentExecutor(weights, make_runner=lambda state: Counted(weights, state, log=[], kept=None), num_slots=num_slots, name="the twin")
 
@@ -151,6 +153,26 @@ def test_the_cache_takes_what_the_memory_holds() -> None:
     assert pages_that_fit(TINY, num_slots=8, free_bytes=SPARE_BYTES + 7 * page + 5) == 7
     with pytest.raises(RuntimeError, match=r"^executor: the cache of one sequence of 300 tokens takes 0\.0 GiB"):
         pages_that_fit(TINY, num_slots=8, free_bytes=SPARE_BYTES + 2 * page)
+    draft = DraftShape(hidden_size=64, num_layers=3, heads=replace(TINY.heads, num_kv_heads=1), intermediate_size=64, num_taps=2, mask_token_id=0, rms_eps=1e-6,
+                       rope_theta=1e4, max_length=300)
+    both = page + 3 * 2 * 1 * 32 * 128 * 2
+    assert [pages_that_fit(TINY, num_slots=8, free_bytes=SPARE_BYTES + 7 * both - less, draft=draft) for less in (0, 1)] == [7, 6]
+
+
+def test_a_draft_that_rounds_are_not_built_for_is_left_to_torch_and_it_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    loaded: list[DraftModel | None] = []
+
+    def load(directory: Path, *, taps: tuple[int, ...], num_slots: int, model: DraftModel | None) -> str:
+        loaded.append(model)
+        if model is not None and len(loaded) == 1:
+            raise NotImplementedError("draft in the kernel: no sinks.")
+        return "an executor"
+
+    monkeypatch.setattr(module, "_load_persistent", load)
+    options: dict[str, Any] = {"taps": (2, 4, 5), "num_slots": 1, "draft_dir": ROOT / "recipes/pocket/draft"}
+    assert module.load_persistent(Path(), **options) == "an executor" and isinstance(loaded[0], DraftModel) and loaded[1:] == [None]
+    assert "drafts are made by the draft head in torch, and verified a step at a time: draft in the kernel: no sinks." in caplog.text
+    assert module.load_persistent(Path(), **options) == "an executor" and isinstance(loaded[2], DraftModel) and len(loaded) == 3 and len(caplog.records) == 1
 
 
 def test_warming_up_makes_every_width_and_leaves_nothing_open(out: Path) -> None:
@@ -234,6 +256,30 @@ def test_the_host_may_end_several_steps_and_a_fault_is_an_error(stops: bool, mon
     with pytest.raises(RuntimeError, match="waited in vain"):
         runner.step(inputs)
     runner.step(inputs)
+
+
+class FakeRounds(FakeKernel):
+    def run_rounds(self, inputs: RoundInputs, *, num_rounds: int) -> None:
+        self.calls.append(("rounds", len(inputs.slots_S), num_rounds))
+
+    def verified_so_far(self) -> Tensor:
+        return self.tokens_so_far()[:, :1]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_host_may_end_several_rounds_and_a_fault_is_an_error(stops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(module, "RoundKernel", FakeRounds)
+    assert not isinstance(runner_of(FakeKernel()), RoundRunner)  # type: ignore[arg-type]
+    kernel = FakeRounds(faults=(None, None, RuntimeError("waited in vain")))
+    runner = runner_of(kernel)  # type: ignore[arg-type]
+    assert isinstance(runner, RoundRunner)
+    inputs = RoundInputs.of([None])
+    tokens, verified = runner.run_rounds(inputs, 5, stopped=lambda: stops)
+    assert len(tokens) == len(verified) == (2 if stops else 5)
+    assert kernel.calls[2:] == [("rounds", 1, 5), *(["stop"] if stops else []), "check"]
+    with pytest.raises(RuntimeError, match="waited in vain"):
+        runner.run_rounds(inputs, 1, stopped=lambda: False)
 
 
 def test_where_the_resident_kernel_does_not_run_its_phases_are_launched_from_a_graph_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:

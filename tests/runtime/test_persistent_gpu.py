@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import POCKET, export_experts
-from persistent_checks import agreement, check_bits, check_residence, pocket_texts
+from conftest import POCKET, ROOT, export_experts
+from persistent_checks import agreement, check_bits, check_residence, check_rounds, pocket_texts
 from step_models import twin_executor, weights_of_directory
 
 from kilotok.runtime.executors import load_persistent
@@ -56,3 +56,11 @@ def test_bits_do_not_depend_on_pieces_neighbours_or_width(on_gpu: PersistentExec
 @sm90
 def test_tokens_do_not_depend_on_the_steps_a_launch(on_gpu: PersistentExecutor) -> None:
     check_residence(on_gpu, pocket_texts(count=1, length=40)[0], num_tokens=60)
+
+
+@sm90
+def test_tokens_of_rounds_are_those_of_plain_decoding(out: Path) -> None:
+    executor = load_persistent(out, taps=(2, 4, 5), num_slots=8, draft_dir=ROOT / "recipes/pocket/draft")
+    assert executor.has_rounds
+    for text in pocket_texts(count=4, length=40):
+        assert check_rounds(executor, text, num_tokens=64) > 1.5

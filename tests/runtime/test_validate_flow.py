@@ -90,7 +90,9 @@ def test_a_lossless_server(out: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         "sampled": {"mode": "sampled draft", "reference": "sampled plain", "equal": 4, "total": 4, "differences": []},
         "greedy, tree": {"mode": "tree", "reference": "plain", "equal": 4, "total": 4, "differences": []},
         "greedy, wide tree": {"mode": "wide tree", "reference": "plain", "equal": 4, "total": 4, "differences": []},
-        "sampled, tree": {"mode": "sampled tree", "reference": "sampled plain", "equal": 4, "total": 4, "differences": []}}
+        "sampled, tree": {"mode": "sampled tree", "reference": "sampled plain", "equal": 4, "total": 4, "differences": []},
+        "greedy, adaptive": {"mode": "adaptive draft", "reference": "plain", "equal": 4, "total": 4, "differences": []},
+        "sampled, adaptive": {"mode": "sampled adaptive draft", "reference": "sampled plain", "equal": 4, "total": 4, "differences": []}}
     # of a tree's 7 tokens, rounds of 4 and 3; of 5, 4 and 1
     assert {m: (d["all"]["verified"]["mean"], d["all"]["raw"]["length"]) for m, d in report["trees"]["greedy"].items()} == {
         "draft": (4.0, 26 / 11), "tree": (4.0, 26 / 8), "wide tree": (16.0, 26 / 8)}
@@ -121,23 +123,35 @@ def test_every_prompt_is_asked_in_every_mode_back_to_back(out: Path, tmp_path: P
     common = {"model": "stub", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 8, "return_token_ids": True}
     greedy = [{**common, "temperature": 0, "decode": d} for d in ("draft", "plain", "plain_one_column")]
 
-    def eight(prompt: dict[str, Any], seed: int, turn: int) -> list[dict[str, Any]]:
+    def ten(prompt: dict[str, Any], domain: str, seed: int, turn: int) -> list[dict[str, Any]]:
         sampled = [{**common, "temperature": 0.8, "top_p": 0.95, "seed": seed, "decode": d} for d in ("draft", "plain")]
-        trees = [{**greedy[0], "decode": "tree"}, {**greedy[0], "decode": "tree", "tree_budget": 15}, {**sampled[0], "decode": "tree"}]
-        modes = [{**m, **prompt} for m in (*greedy, *sampled, *trees)]
+        full = [{**m, "draft_length": 63} if m["decode"] == "draft" else m for m in (*greedy, *sampled)]
+        trees = [{**full[0], "decode": "tree"}, {**full[0], "decode": "tree", "tree_budget": 15}, {**full[3], "decode": "tree"}]
+        adaptive = [{**m, "draft_length": "auto", "domain": domain} for m in (greedy[0], sampled[0])]
+        modes = [{**m, **prompt} for m in (*full, *trees, *adaptive)]
         return [*modes[turn:], *modes[:turn]]
 
     code = [{"path": "/v1/completions", "prompt": f"def f{i}():"} for i in (0, 1)]     # two of three rows, spread
     chat = [{"path": "/v1/chat/completions", **{k: r[k] for k in ("messages", "tools") if k in r}} for r in ROWS[3:]]
-    expected = [*eight(code[0], 0, 0), *(r for i, p in enumerate((*code, *chat)) for r in eight(p, i, i))]   # warm-up first
+    domains = ("code", "code", "agent", "agent")
+    expected = [*ten(code[0], "code", 0, 0), *(r for i, p in enumerate((*code, *chat)) for r in ten(p, domains[i], i, i))]   # warm-up first
     assert requests == expected
+
+
+def test_a_fixed_length_is_that_of_all_drafts(out: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    report = validate(options_for(out, draft_length=3), command=stub(log))
+    lengths = [(r["decode"], r.get("draft_length"), r.get("domain")) for r in asked(log)]
+    assert set(lengths) == {("draft", 3, None), ("tree", 3, None), ("plain", None, None), ("plain_one_column", None, None)}
+    assert report["adaptive"]["greedy"] == {"not_measured": "a fixed draft length was asked for"} and set(report["lossless"]) == {
+        "greedy", "sampled", "greedy, tree", "greedy, wide tree", "sampled, tree"}
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("draft", "greedy"), ("plain", "sampled"), ("tree", "greedy, wide tree")])
 def test_a_lying_server_is_found_out(out: Path, tmp_path: Path, mode: str, kind: str) -> None:
     """One token of one text differs between draft and plain; the stub changes it in both samplings."""
     report = validate(options_for(out), command=stub(tmp_path / "log", "--lie", f"f1@4@{mode}"))
-    assert not report["ok"] and len(report["failures"]) == {"draft": 2, "plain": 5, "tree": 3}[mode]
+    assert not report["ok"] and len(report["failures"]) == {"draft": 4, "plain": 7, "tree": 3}[mode]
     difference = report["lossless"][kind]["differences"]
     assert [(d["prompt"], d["position"]) for d in difference] == [("code-1", 4)]
     assert 999 in (difference[0]["token"], difference[0]["reference_token"])
@@ -179,7 +193,7 @@ def test_an_older_report_is_replaced_and_nothing_else(out: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (["--die-at", "12"], r"it ended with status 7 while answering code-0 \(sampled draft\)\. Its last words: out of memory, says the stub"),
+    (["--die-at", "14"], r"it ended with status 7 while answering code-0 \(sampled draft\)\. Its last words: out of memory, says the stub"),
     (["--fail-start"], r"did not start \(status 1\)\. Its last words: error: no room for the stub"),
     (["--ignore-decode"], r"code-0 asked for decode 'draft' and got 'plain'"),
     (["--bad-rounds"], r"code-0 \(draft\): rounds must add up to the tokens; got 7 in rounds and 8 ids"),

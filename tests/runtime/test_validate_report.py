@@ -127,7 +127,7 @@ def test_the_same_figures_in_all_three_files(written: Path) -> None:
 def test_markdown_rows_are_whole() -> None:
     """No text of the report can end a cell or a row: every table is a rectangle."""
     blocks = [b.splitlines() for b in re.split(r"\n\s*\n", render_markdown(synthetic())) if b.startswith("|")]
-    assert len(blocks) == 12
+    assert len(blocks) == 13
     for lines in blocks:
         assert len({len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in lines}) == 1, lines[0]
     assert "<script" not in render_markdown(synthetic())
@@ -152,7 +152,7 @@ def test_what_was_not_measured_is_said_and_not_drawn(tmp_path: Path) -> None:
     text = write_report(report, directory=tmp_path).read_text()
     assert text.count("<figure>") == 2 and "Acceptance by position" not in text
     cells = Page(text).cells
-    assert cells.count("not measured: no draft head in x/dflash") == 8   # greedy and sampled: lossless, acceptance, trees, speed-up
+    assert cells.count("not measured: no draft head in x/dflash") == 10   # greedy and sampled: lossless, acceptance, trees, adaptive, speed-up
     assert "not measured: no held-out row has a reference" in cells and "not measured: no decode speed" in cells
 
 

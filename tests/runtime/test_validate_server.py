@@ -30,10 +30,10 @@ def ask(*, make_drafter: Callable[[], Any] | None, prompts: tuple[Prompt, ...] =
 
 def test_drafts_change_no_text_and_are_counted() -> None:
     answers = ask(make_drafter=FakeDrafter)
-    assert len(answers) == 8 * len(PROMPTS) and {a.finish_reason for a in answers} <= {"stop", "length"}
+    assert len(answers) == 10 * len(PROMPTS) and {a.finish_reason for a in answers} <= {"stop", "length"}
     figures = summarize(answers, no_draft=None)
     assert failures_of(figures) == []
-    assert [(c["equal"], c["total"]) for c in (*figures["lossless"].values(), figures["one_column"])] == [(4, 4)] * 6
+    assert [(c["equal"], c["total"]) for c in (*figures["lossless"].values(), figures["one_column"])] == [(4, 4)] * 8
     for kind in ("greedy", "sampled"):
         accepted = figures["acceptance"][kind]["all"]
         assert 2 < accepted["raw"]["length"] < 8    # positions divisible by five are drafted wrong: five tokens a round in the long run
@@ -43,6 +43,9 @@ def test_drafts_change_no_text_and_are_counted() -> None:
         assert chain["raw"] == figures["acceptance"][kind]["all"]["raw"] and chain["verified"]["mean"] <= tree["verified"]["mean"]
         assert chain["verified"]["most"] == tree["verified"]["most"] == 8
     assert figures["trees"]["greedy"]["wide tree"]["all"]["verified"]["most"] == 16
+    for domains in figures["adaptive"].values():
+        verified = domains["all"]["verified"]
+        assert verified["length"] <= 7 and verified["rounds"] > 20 and 0 < verified["share_drafted"] < 1   # plain decoding is measured first
     assert {a.prompt_tokens for a in answers if a.prompt_id == "code-2"} == {len(TOKENIZER("0123")["input_ids"])}
     assert all(0 < a.first_token_s <= a.last_token_s <= a.total_s and 1 <= a.first_text_tokens <= len(a.token_ids) for a in answers)
 

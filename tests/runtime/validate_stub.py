@@ -11,8 +11,8 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-ALLOWED = {"model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "seed", "prompt", "messages", "tools", "decode", "tree_budget",
-           "return_token_ids"}
+ALLOWED = {"model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "seed", "prompt", "messages", "tools", "decode",
+           "tree_budget", "draft_length", "domain", "return_token_ids"}
 parser = argparse.ArgumentParser()
 parser.add_argument("--lie", default="", help="ID@POSITION@DECODE: change one token of this prompt's text in this mode")
 parser.add_argument("--die-at", type=int, default=0, help="exit in the middle of the n-th answer")
@@ -79,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
             tokens = min(3 if decode == "draft" else 1, left)
             rounds.append([3, tokens - 1, tokens] if decode == "draft" else [0, 0, 1])
         self.stream(ids, rounds if not options.bad_rounds else rounds[:-1], chat=chat, said={
-            "seed": body.get("seed", 7), "decode": decode, **({"tree_budget": body["tree_budget"]} if "tree_budget" in body else {})})
+            "seed": body.get("seed", 7), "decode": decode, **{name: body[name] for name in ("tree_budget", "draft_length", "domain") if name in body}})
 
     def stream(self, ids: list[int], rounds: list[list[int]], *, chat: bool, said: dict[str, object]) -> None:
         self.send_response(200)
