@@ -215,11 +215,13 @@ class Engine:
         wanted = {task: task.wanted for task in by_task}
         speculation.num_together = len(by_task)
         devices = {task: one.device for task, one in by_task.items() if one.device is not None}
-        for task, device in devices.items():
-            task.limit = device.limit()
-        costs, most = speculation.device_turn(devices.values()) if devices else ((), RESIDENT_STEPS)
-        if any(task.limit > 0 for task in devices):
-            executor.set_draft_costs(cost_8=costs)
+        most = RESIDENT_STEPS
+        if devices:
+            limits, costs, most = speculation.device_turn(list(devices.values()))
+            for task, limit in zip(devices, limits, strict=True):
+                task.limit = limit
+            if any(limits):
+                executor.set_draft_costs(cost_8=costs)
         start, drafting_s = speculation.clock(), speculation.drafting_s
         turn = run_turn(executor, list(by_task), stopped=stopped, most=most)
         done = turn.tasks
@@ -231,6 +233,7 @@ class Engine:
         for task in done:
             by_task[task].step_s += step_s if is_decode else math.nan
             by_task[task].num_turns += 1
+            by_task[task].is_drafted = turn.num_drafted is not None and task.limit > 0
             self._report(by_task[task], num_columns=sum(columns) / len(columns))
         return [by_task[task] for task in done]
 
@@ -260,7 +263,7 @@ class Engine:
         for done in rounds:
             _tell(one.ticket, done)
             if one.device is not None and not done.is_prefill:
-                self.speculation.learn_device(one.device, done, is_drafted=one.task.limit > 0)
+                self.speculation.learn_device(one.device, done, is_drafted=one.is_drafted)
             self._learn(one, done, num_columns=num_columns if one.num_turns == 1 else None)
         if one.task.error is not None:
             _fail(one.ticket, one.task.error)
@@ -310,6 +313,7 @@ class _Live:
     device: DevicePace | None = None    # where the executor drafts itself
     step_s: float = 0.0     # of the round under way, without drafting; nan: other work was in it
     num_turns: int = 0      # it took so far
+    is_drafted: bool = False    # its last turn was of the executor's own drafts
 
     def pace(self, drafter: Drafter | None) -> None:
         self.paced = drafter if isinstance(drafter, PacedDrafter) else None

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -140,22 +140,25 @@ class Speculation:
     def pace_device(self, *, length: DraftLength | None, domain: str | None, is_sampled: bool) -> "DevicePace":
         """length: None for all that the executor's draft gives."""
         with self._lock:
-            paced = DevicePace(self, length=length, gates=self._gates_of(domain, is_tree=False), kind=Kind(False, is_sampled))
+            paced = DevicePace(length=length, gates=self._gates_of(domain, is_tree=False), kind=Kind(False, is_sampled))
             self._live.add(paced)
         return paced
 
-    def device_turn(self, paces: Iterable["DevicePace"]) -> tuple[Sequence[float], int]:
-        """For a turn at the present number of sequences: costs of rounds that verify 0..MAX_LIMIT, and how many rounds it has at most.
+    def device_turn(self, paces: Sequence["DevicePace"]) -> tuple[list[int], Sequence[float], int]:
+        """For a turn at the present number of sequences: each request's limit (0: plain steps), costs of rounds that verify 0..MAX_LIMIT, and how many rounds
+        it has at most.
 
         Costs that fall take each request's limit: beside a fixed length, and while full rounds are to be measured. What is to be measured takes few rounds.
         """
-        curve = self.curve(is_tree=False)
+        curve, limits = self.curve(is_tree=False), [pace.limit for pace in paces]
         if not all(pace.length == AUTO for pace in paces):
-            return TO_THE_LIMIT, RESIDENT_STEPS
+            return limits, TO_THE_LIMIT, RESIDENT_STEPS
         if curve.wants_plain():
-            return TO_THE_LIMIT, MEASURED_ROUNDS
+            return [0] * len(paces), TO_THE_LIMIT, MEASURED_ROUNDS
+        if not any(limits):
+            return limits, TO_THE_LIMIT, RESIDENT_STEPS
         costs = None if curve.wants_full(MAX_LIMIT) else curve.costs(MAX_LIMIT)
-        return (TO_THE_LIMIT, MEASURED_ROUNDS) if costs is None else ([cost.seconds for cost in costs], RESIDENT_STEPS)
+        return (limits, TO_THE_LIMIT, MEASURED_ROUNDS) if costs is None else (limits, [cost.seconds for cost in costs], RESIDENT_STEPS)
 
     def learn_turn(self, seconds: float, turn: Turn) -> None:
         """What a turn of decoding took; booked under the mean of what its rounds verified, as they are not timed one by one, as often as a median wants."""
@@ -230,18 +233,17 @@ class Speculation:
 
 
 class DevicePace:
-    """How far the rounds of one request go, where the executor drafts itself: it chooses by cost, at the draft's word, up to the limit that is said here."""
+    """How far the rounds of one request go, where the executor drafts itself: it chooses by cost, at the draft's word, up to a limit."""
 
-    def __init__(self, speculation: Speculation, *, length: DraftLength | None, gates: tuple[Gate, ...], kind: Kind) -> None:
-        self.length, self.gates, self.kind, self._speculation = length, gates, kind, speculation
+    def __init__(self, *, length: DraftLength | None, gates: tuple[Gate, ...], kind: Kind) -> None:
+        self.length, self.gates, self.kind = length, gates, kind
 
+    @property
     def limit(self) -> int:
-        """Proposals that its next rounds verify at most; 0: plain steps, where the gate is closed or plain decoding is to be measured."""
-        if self.length != AUTO:
-            return MAX_LIMIT if self.length is None else min(MAX_LIMIT, int(self.length))
-        if not self.gates[0].is_due or self._speculation.curve(is_tree=False).wants_plain():
-            return 0
-        return MAX_LIMIT
+        """Proposals that its next rounds verify at most; 0 where its gate is closed."""
+        if self.length == AUTO:
+            return MAX_LIMIT if self.gates[0].is_due else 0
+        return MAX_LIMIT if self.length is None else min(MAX_LIMIT, int(self.length))
 
 
 class PacedDrafter:

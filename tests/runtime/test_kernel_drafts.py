@@ -18,9 +18,10 @@ from kilotok.dflash.generate import Drafter, Round, generate
 from kilotok.dflash.sampling import Sampling
 from kilotok.kernels.persistent import DraftShape, DraftState, DraftWeights, Heads, RoundInputs, RoundRef, StepInputs, StepState
 from kilotok.kernels.persistent.round_inputs import TILE
+from kilotok.runtime.batching import Turn
 from kilotok.runtime.draft_costs import PLAIN as PLAIN_STEP
 from kilotok.runtime.engine import Engine, Finished, Request
-from kilotok.runtime.pacing import NO_DOMAIN, Speculation
+from kilotok.runtime.pacing import NO_DOMAIN, TO_THE_LIMIT, DevicePace, Speculation
 from kilotok.runtime.persistent import Chunk, PersistentExecutor, RoundRunner
 
 DRAFT = DraftShape(hidden_size=64, num_layers=1, heads=Heads(num_heads=4, num_kv_heads=2, head_dim=32, rms_eps=1e-6, window=20), intermediate_size=64,
@@ -275,7 +276,7 @@ def test_costs_decide_how_many_proposals_are_verified_and_nothing_else(start: Ca
     executor, _ = executor_of(script)
     executor.set_draft_costs(scale_8=[1] * 8)
     for cost, drafted in (((1, *[1e6] * 7), {0}), ((9, 9, 9, 1, 9, 9, 9, 9), {3})):
-        monkeypatch.setattr(Speculation, "device_turn", lambda self, paces, cost=cost: (cost, 8))
+        monkeypatch.setattr(Speculation, "device_turn", lambda self, paces, cost=cost: ([7] * len(paces), cost, 8))
         (heard,) = submit_together(start(executor), [asked(0, max_tokens=16)])
         assert heard.end().reason == "length" and heard.tokens == texts[0][:16]
         assert {r.num_drafted for r in heard_rounds(heard)[1:-4]} == drafted
@@ -315,6 +316,27 @@ def test_where_rounds_do_not_pay_steps_are_taken_and_rounds_are_tried_again(star
     assert not gate.is_open and gate.gain is not None and gate.gain < 0.5
     costs = state.costs_s[False, 1]
     assert costs[PLAIN_STEP] == pytest.approx(1, abs=0.01) and costs[7] == pytest.approx(5, abs=0.01)
+
+
+def test_a_turn_of_rounds_is_what_its_requests_and_the_costs_so_far_say() -> None:
+    speculation = Speculation()
+
+    def pace(length: Any) -> DevicePace:
+        return speculation.pace_device(length=length, domain=None, is_sampled=False)
+
+    auto = [pace("auto"), pace("auto")]
+    assert speculation.device_turn([*auto, pace(3)]) == ([7, 7, 3], TO_THE_LIMIT, 16), "a fixed length is kept, whatever is to be measured"
+    assert speculation.device_turn(auto) == ([0, 0], TO_THE_LIMIT, 4), "plain steps are measured first"
+    speculation.learn_turn(4.0, Turn([], 4, None))
+    assert speculation.device_turn(auto) == ([7, 7], TO_THE_LIMIT, 4), "then full rounds"
+    speculation.learn_turn(8.0, Turn([], 4, 7.0))
+    limits, costs, most = speculation.device_turn(auto)
+    assert (limits, most) == ([7, 7], 16) and costs[7] == 2.0 and sorted(costs) == list(costs)
+    speculation.learn_turn(float("nan"), Turn([], 4, 7.0))
+    speculation.learn_turn(1.0, Turn([], 0, None))
+    assert speculation.state().costs_s[False, 1] == {PLAIN_STEP: 1.0, 7: 2.0}, "a turn that failed, or that was not its own, says nothing"
+    auto[0].gates[0].is_open = False
+    assert speculation.device_turn(auto)[0] == [0, 7]
 
 
 def test_a_fixed_length_is_what_rounds_verify(start: Callable[..., Engine], texts: list[list[int]]) -> None:
