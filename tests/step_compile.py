@@ -61,6 +61,8 @@ VARIANTS = {"pairs": Variant(), "rolled": Variant(rolled=True), "two programs": 
 # more of them, for a benchmark: of the same bits as the one that they are made from, but for attention's
 OTHERS = {"pairs, 2 parts": replace(VARIANTS["pairs"], parts=2), "pairs, one list": replace(VARIANTS["pairs"], one_list=True),
           "two programs, 2 parts": replace(VARIANTS["two programs"], parts=2),
+          "two programs, attention by half": replace(VARIANTS["two programs"], form=replace(FORM_OF_TWO, share=2)),
+          "two programs, by a quarter": replace(VARIANTS["two programs"], form=replace(FORM_OF_TWO, share=4)),
           "two programs, merge": replace(VARIANTS["two programs"], form=replace(FORM_OF_TWO, last_merges=False))}
 
 

@@ -76,10 +76,11 @@ class AttentionForm:
     keys: int = CHUNK           # positions in flight: 128, or 64 for two programs an SM
     queries: int = 16           # query rows of an item: 16, 32 or 64
     last_merges: bool = True    # partial results are added by the last item of a run and head; else by all programs, behind a barrier
+    share: int = 1              # in a step one of so many programs has items, the first ones; the others have nothing to do but stream
 
     def __post_init__(self) -> None:
-        if self.keys not in (64, CHUNK) or self.queries not in (16, 32, 64):
-            raise ValueError(f"AttentionForm: keys are 64 or {CHUNK} and queries 16, 32 or 64; got {self.keys} and {self.queries}.")
+        if self.keys not in (64, CHUNK) or self.queries not in (16, 32, 64) or self.share < 1:
+            raise ValueError(f"AttentionForm: keys are 64 or {CHUNK}, queries 16, 32 or 64, share is 1 or more; got {self.keys}, {self.queries}, {self.share}.")
 
     def part_columns(self, heads: Heads) -> int:
         """The most columns of an item."""

@@ -77,17 +77,26 @@ def _norms_of(p, layer, S: gl.constexpr):
 
 
 @gluon.jit
+def _attending(S: gl.constexpr):
+    """A program's number among those with items, or one that has none."""
+    number = program(_WARPS)
+    if S.ATTENDING < S.PROGRAMS:
+        number = gl.where(number < S.ATTENDING, number, 0x3FFFFFFF)
+    return number
+
+
+@gluon.jit
 def prepare_attention(m, p, layer, table_width, cache_pages, S: gl.constexpr):
     """What does not need this layer's queries, keys and values, ahead of the barrier."""
     return prepare(keys_of(m, S.HALF, S), _norms_of(p, layer, S), _cache_of(p, layer, cache_pages, S), p.pages, p.plan_rows, p.plan_num_rows, table_width,
-                   program(_WARPS), S.H, S.G, S.HALF, S.QK_NORM, S.KEYS, _WARPS)
+                   _attending(S), S.H, S.G, S.HALF, S.QK_NORM, S.KEYS, _WARPS)
 
 
 @gluon.jit
 def attention_phase(m, p, item, layer, table_width, cache_pages, S: gl.constexpr):
     """item: of `prepare_attention`."""
     attend(item, attention_buffers(m, S.HALF, S.QUERY_UNIT, S), p.qkv, _norms_of(p, layer, S), p.cos, p.sin, _cache_of(p, layer, cache_pages, S), p.pages,
-           p.plan_rows, p.span_mixed, p.span_stats, p.arrivals, p.mixed, table_width, program(_WARPS), p.stamps, S.PROGRAMS, S.C, S.H, S.G, S.HALF, S.SCALE,
+           p.plan_rows, p.span_mixed, p.span_stats, p.arrivals, p.mixed, table_width, _attending(S), p.stamps, S.ATTENDING, S.C, S.H, S.G, S.HALF, S.SCALE,
            S.QK_EPS, S.QK_NORM, S.WINDOW, S.LAST_MERGES, S.KEYS, S.QUERIES, S.qkv.SPLITS, False, _WARPS)
 
 
@@ -289,7 +298,7 @@ def embed_phase(p, step, S: gl.constexpr, PART: gl.constexpr):
     if PART == 0:
         if program(_WARPS) == S.PROGRAMS - 1:
             plan_step(p.words + S.C, p.words + 2 * S.C, p.plan_rows, p.plan_num_rows, p.plan_spans, S.C, S.CLASSES, S.WINDOW,
-                      S.PROGRAMS // S.G, S.PART_COLUMNS, _WARPS, step, True, S.WORDS_CACHE)
+                      S.ATTENDING // S.G, S.PART_COLUMNS, _WARPS, step, True, S.WORDS_CACHE)
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ from triton.runtime.errors import OutOfResources
 
 from kilotok.kernels.mx.layouts import choose_layout
 from kilotok.kernels.persistent import Heads, StepInputs, StepRef, StepShape, StepState, StepWeights, step
+from kilotok.kernels.persistent.attention import FORM
 from kilotok.kernels.persistent.step import StepKernel, layer_phases
 from kilotok.kernels.persistent.step_code import PHASES, REGISTERS_OF_TWO, SHARED_BYTES, SHARED_BYTES_OF_TWO, StepCode, layouts_of
 from kilotok.kernels.persistent.step_memory import StepMemory
@@ -146,6 +147,21 @@ def test_every_form_of_the_experts_code_gives_the_same_bits() -> None:
     for run in runs[1:]:
         assert torch.equal(run.state.residual_CD[live], runs[0].state.residual_CD[live])
         assert torch.equal(run.state.logits_CV[live], runs[0].state.logits_CV[live])
+
+
+def test_the_bits_do_not_depend_on_how_many_programs_attend() -> None:
+    """All three, or the first alone, for a block of eight behind a context: whole there, and in parts where there are programs for them."""
+    runs = [OnCpu(replace(SMALL, num_layers=1), form=replace(FORM, share=share)) for share in (1, 3)]
+    inputs = inputs_of({c: (5 + c, 1, 130 + c) for c in range(8)})
+    cache = torch.randn(runs[0].state.cache.shape, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    for run in runs:
+        run.state.cache.copy_(cache)
+        run.memory.words_8C.copy_(inputs.words_8C)
+        run.launch()
+    assert [run.code.ATTENDING for run in runs] == [3, 1] and torch.equal(*(run.state.logits_CV for run in runs))
+    runs[0].twin_state.cache.copy_(cache)
+    runs[0].twin.step(inputs)
+    assert_like_the_twin(runs[0], inputs.slots_C >= 0)
 
 
 def test_a_column_does_not_depend_on_how_many_the_step_has() -> None:
