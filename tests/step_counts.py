@@ -58,9 +58,11 @@ def _count_box(_desc: Any, _at: list[Any], barrier: Any, _target: Any, size: int
 
 
 def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layers: int, num_steps: int, seed: int,
-                 variant: Variant = VARIANTS["pairs"], one_list: bool = False, draft: DraftShape | None = None, drafts: bool = True) -> dict[str, int]:
+                 variant: Variant = VARIANTS["pairs"], one_list: bool = False, draft: DraftShape | None = None, drafts: bool = True,
+                 every: int = 1) -> dict[str, int]:
     """Runs the kernel's control flow to its end; returns the stages that all producers copied and all consumers released. Raises `Stuck` if they wait
-    for each other. With a draft num_steps are rounds, or without `drafts` steps of their kernel."""
+    for each other. With a draft num_steps are rounds, or without `drafts` steps of their kernel. every: of the programs only so many, and the last, as
+    they meet at barriers over the grid alone."""
     code, draft_code = code_of(shape, num_columns=num_columns, programs=programs, variant=variant), None
     if draft is not None:
         shape = replace(shape, rolled=True)
@@ -125,7 +127,8 @@ def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layer
         "persistent.draft_consumer": {"live_of": lambda *_: 255, **dict.fromkeys((
             "embed_phase", "add_phase", "sample_phase", "draft_embed_phase", "draft_sample_phase", "choose_phase", "accept_phase", "append_phase"), nothing)},
     }
-    kernel = Kernel(programs, consumers=code.PARTITIONS, cheap=cheap, language={"allocate_shared_memory": _allocate, "store": nothing},
+    kernel = Kernel(programs, consumers=code.PARTITIONS, present=sorted({*range(0, programs, every), programs - 1}), cheap=cheap,
+                    language={"allocate_shared_memory": _allocate, "store": nothing},
                     mbarrier={"expect": expect}, copy=lambda desc, at, barrier, target: _count_box(desc, at, barrier, target, int(desc[0, 0])))
     sizes = {"list_tiles": 2 * programs, "list_experts": 2 * programs * code.TILES, "list_pairs": 2 * programs * code.TILES * 8,
              "list_weights": 2 * programs * code.TILES * 8,

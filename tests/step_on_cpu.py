@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -281,17 +281,19 @@ def _join(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Kernel:
-    """The device modules with stand-ins, and a grid of them to run.
+    """The device modules with stand-ins, and a grid of them to run, or of its programs those that are `present`: the others are not waited for.
 
     consumers: of a program.
     cheap, language, mbarrier, copy: what replaces functions of the modules (by module and name), of Gluon, of its barriers, and the copy of a TMA box, where
     only control flow is of interest.
     """
 
-    def __init__(self, programs: int, *, consumers: int = 2, cheap: dict[str, dict[str, Any]] | None = None, language: dict[str, Any] | None = None,
+    def __init__(self, programs: int, *, consumers: int = 2, present: Sequence[int] | None = None, cheap: dict[str, dict[str, Any]] | None = None,
+                 language: dict[str, Any] | None = None,
                  mbarrier: dict[str, Any] | None = None, copy: Callable[..., None] | None = None) -> None:
-        self.programs, self.modules, self.errors = programs, dict[str, ModuleType](), list[BaseException]()
-        self.grid = Grid(consumers * programs)
+        self.present = range(programs) if present is None else present
+        self.modules, self.errors = dict[str, ModuleType](), list[BaseException]()
+        self.grid = Grid(consumers * len(self.present))
         names = {**vars(LANGUAGE)} | {
             "float64": torch.float64, "uint32": torch.int64, "to_tensor": lambda x: Word(x) if isinstance(x, int) else x, "barrier": lambda: None,
             "full_like": lambda x, v: torch.full_like(x, v), "zeros_like": torch.zeros_like, "reshape": lambda x, s: x.reshape(tuple(s)),
@@ -365,7 +367,7 @@ class Kernel:
         """`step_kernel` by every program at once; with the draft's pointers and code `round_kernel`. descriptors: tensors as TMA sees them."""
         module, name = ("step_device", "step_kernel") if draft is None else ("draft_device", "round_kernel")
         kernel = vars(self.modules[f"persistent.{module}"])[name]
-        _waits.begin(self.programs)
+        _waits.begin(len(self.present))
         p = [type(group)(*(Pointer(t) for t in group)) for group in (pointers, *(() if draft is None else draft[:1]))]
         codes = (code, *(() if draft is None else draft[1:]))
         Pointer.to = lambda self, *_a, **_o: self  # type: ignore[attr-defined]
@@ -382,7 +384,7 @@ class Kernel:
                 _waits.add(-1)
 
         with base.bitcasts():
-            threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(self.programs)]
+            threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in self.present]
             for thread in threads:
                 thread.start()
             for thread in threads:

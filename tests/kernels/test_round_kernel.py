@@ -212,9 +212,9 @@ def test_producers_and_consumers_agree(programs: int, num_columns: int, variant:
 
 @pytest.mark.slow
 def test_producers_and_consumers_agree_at_the_size_of_a_real_model() -> None:
-    """All 264 programs, of one layer of the target and of the draft, with a small head."""
+    """Every sixth of 264 programs, and the last, of one layer of the target and of the draft, with a small head."""
     shape, draft = replace(SHAPES["Qwen3-30B-A3B"], vocab_size=5000), replace(DRAFTS["Qwen3-30B-A3B"], num_layers=1, mask_token_id=4)
-    counts = count_stages(shape, num_columns=8, programs=132, num_layers=1, num_steps=1, seed=3, variant=VARIANTS["two programs"], draft=draft)
+    counts = count_stages(shape, num_columns=8, programs=132, num_layers=1, num_steps=1, seed=3, variant=VARIANTS["two programs"], draft=draft, every=6)
     assert counts["copied"] == counts["released"] > 0
 
 
@@ -234,7 +234,7 @@ def test_two_programs_of_rounds_fit_an_sm(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pocket", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B"])
 def test_rounds_of_two_consumers_fit_an_sm(name: str) -> None:
     built = build_rounds(name, variant=VARIANTS["rolled"])
     assert built.shared_bytes <= SHARED_BYTES and built.registers == 96 and built.local_bytes == 0 and built.stack_bytes <= 384, str(built)

@@ -194,11 +194,12 @@ def test_after_a_fault_the_kernel_ends() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "variant"), [("Qwen3-30B-A3B", "pairs"), ("SmolLM2-MoE", "rolled"), ("Qwen3-30B-A3B", "two programs")])   # 20 s each
+@pytest.mark.parametrize(("name", "variant"), [("Qwen3-30B-A3B", "pairs"), ("SmolLM2-MoE", "rolled"), ("Qwen3-30B-A3B", "two programs")])
 def test_producers_and_consumers_agree_at_the_sizes_of_real_models(name: str, variant: str) -> None:
-    """All 132 or 264 programs to the end of two steps (of one layer; of Qwen3 with a small head), with routing lists that differ from consumer to consumer."""
+    """Every sixth of 132 or 264 programs, and the last, to the end of two steps (of one layer; of Qwen3 with a small head), with routing lists that differ
+    from consumer to consumer."""
     shape = SHAPES[name] if name != "Qwen3-30B-A3B" else replace(SHAPES[name], vocab_size=5000)
-    counts = count_stages(shape, num_columns=8, programs=132, num_layers=1, num_steps=2, seed=3, variant=VARIANTS[variant])
+    counts = count_stages(shape, num_columns=8, programs=132, num_layers=1, num_steps=2, seed=3, variant=VARIANTS[variant], every=6)
     assert counts["copied"] == counts["released"] > 0
 
 

@@ -59,7 +59,7 @@ def test_the_demo_ends_in_one_table_of_the_whole_product(output: tuple[Path, str
         assert all(float(rate) > 0 for rate in row[7].split()) and len(row[7].split()) == 3
     assert report["acceptance"]["greedy"]["all"]["raw"]["length"] > 1.5   # the shipped draft, warm-started
     assert ("lossless: yes (texts equal with and without the draft: greedy 8 of 8; sampled 8 of 8; greedy, tree 8 of 8; greedy, wide tree 8 of 8; "
-            "sampled, tree 8 of 8)") in table
+            "sampled, tree 8 of 8; greedy, adaptive 8 of 8; sampled, adaptive 8 of 8)") in table
     assert "parent 13,948,352 bytes, export 7,035,3" in table and "draft 3,645,328" in table and "report: " in table
     assert "144 tensors packed, 56 kept" in text and "warm start from recipes/pocket/draft" in text.replace(str(ROOT) + "/", "")
     plain, draft = (re.search(rf"^   {mode}: (.*)$", text, flags=re.M) for mode in ("plain", "draft"))

@@ -69,8 +69,8 @@ def pocket_model(tmp_path_factory: pytest.TempPathFactory) -> Pocket:
     return Pocket(executor, {"trained": head(trained), "random": head(random)})
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("length", [3, AUTO])   # the full length: test_lossless.py and test_tree_lossless.py
+# the full length: test_lossless.py and test_tree_lossless.py; every pair: tests/benchmarks/bench_lossless.py
+@pytest.mark.parametrize(("sampling", "length"), [("greedy", 3), ("sampled", AUTO)])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_the_text_is_the_one_without_a_draft(drafter: str, shape: str, length: DraftLength, sampling: str, pocket_model: Pocket) -> None:
