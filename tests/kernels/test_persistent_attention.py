@@ -204,7 +204,8 @@ def test_what_would_write_outside_is_refused_before_a_launch() -> None:
         (lambda: call(space=dataclasses.replace(space, arrivals=space.arrivals[1:])), "the workspace's arrivals must be"),
         (lambda: plan_columns(seven, heads=case.heads, workspace=space, max_length=4864), "a step has 8, 16, 32, 64 columns"),
         (lambda: AttentionWorkspace.of(case.heads, num_columns=12, max_length=4864, device=case.cache.device) and None, "got 12"),
-        (lambda: AttentionForm(keys=32) and None, "keys are 64 or 128 and queries 16, 32 or 64; got 32"),
+        (lambda: AttentionForm(keys=32) and None, "keys are 64 or 128, queries 16, 32 or 64, share is 1 or more; got 32, 16, 1"),
+        (lambda: AttentionForm(share=0) and None, "share is 1 or more; got 128, 16, 0"),
         (lambda: Heads(num_heads=9, num_kv_heads=4, head_dim=64) and None, "num_heads must be a multiple"),
         (lambda: Heads(num_heads=8, num_kv_heads=4, head_dim=64, window=0) and None, "window must be at least 1"),
     )
