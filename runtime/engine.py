@@ -229,7 +229,7 @@ class Engine:
         columns = [len(w.ids) for task in done if (w := wanted[task]) is not None]
         is_decode = len(done) == len(by_task) and not any(w.last_only for task in done if (w := wanted[task]) is not None)
         if devices and is_decode:
-            speculation.learn_turn(step_s, turn)
+            speculation.learn_turn(step_s, turn, num_columns=max(columns))
         for task in done:
             by_task[task].step_s += step_s if is_decode else math.nan
             by_task[task].num_turns += 1

@@ -160,8 +160,13 @@ class Speculation:
         costs = None if curve.wants_full(MAX_LIMIT) else curve.costs(MAX_LIMIT)
         return (limits, TO_THE_LIMIT, MEASURED_ROUNDS) if costs is None else (limits, [cost.seconds for cost in costs], RESIDENT_STEPS)
 
-    def learn_turn(self, seconds: float, turn: Turn) -> None:
-        """What a turn of decoding took; booked under the mean of what its rounds verified, as they are not timed one by one, as often as a median wants."""
+    def learn_turn(self, seconds: float, turn: Turn, *, num_columns: int) -> None:
+        """What a turn of decoding took; booked under the mean of what its rounds verified, as they are not timed one by one, as often as a median wants.
+
+        num_columns: the most that a request had in it. A step in which another request verified a draft of the host's is no plain one, and says nothing.
+        """
+        if turn.num_drafted is None and num_columns > 1:
+            return
         with self._lock:
             for _ in range(min(turn.num_rounds, MIN_ROUNDS) if seconds > 0 else 0):
                 self.curve(is_tree=False).add(PLAIN if turn.num_drafted is None else round(turn.num_drafted), seconds / turn.num_rounds)

@@ -32,7 +32,7 @@ from torch import Tensor
 from ..mx.format import MX_BLOCK_SIZE
 from .attention import AttentionWorkspace, Heads
 from .fragments import DenseLayout, DenseWeight, choose_rolled_layout, pack_dense
-from .model import BF16, StepShape, StepState
+from .model import BF16, StepShape, StepState, copy_checked
 from .round_inputs import TILE
 
 DRAFT_MATRICES = ("qkv", "out", "gate_up", "down", "fc", "keys")
@@ -141,7 +141,7 @@ class DraftWeights:
                 break
             for name, tensor, into in (("attention_norm", layer.attention_norm, weights.attention_norm_LD), ("qk_norm", layer.qk_norm, weights.qk_norm_LHK),
                                        ("mlp_norm", layer.mlp_norm, weights.mlp_norm_LD)):
-                _copy(f"layer {i}: {name}", tensor, into=into[i])
+                copy_checked(f"layer {i}: {name}", tensor, into=into[i], where="DraftWeights")
             for matrix, weight in ((layer.qkv, weights.qkv), (layer.out, weights.out), (interleave(layer.gate, layer.up), weights.gate_up),
                                    (layer.down, weights.down)):
                 _pack(matrix, into=weight.matrix(i))
@@ -151,7 +151,7 @@ class DraftWeights:
         _pack(fc, into=weights.fc)
         _pack(torch.cat(keys), into=weights.keys)
         for name, tensor, into in (("hidden_norm", hidden_norm_D, weights.hidden_norm_D), ("norm", norm_D, weights.norm_D), ("mask", mask_D, weights.mask_D)):
-            _copy(name, tensor, into=into)
+            copy_checked(name, tensor, into=into, where="DraftWeights")
         return weights
 
     @staticmethod
@@ -198,14 +198,6 @@ def _empty(shape: DraftShape, *, device: torch.device) -> DraftWeights:
 
 def _pack(matrix: Tensor, *, into: DenseWeight) -> None:
     into.words.copy_(pack_dense(matrix.to(into.words.device), layout=into.layout).words)
-
-
-def _copy(name: str, tensor: Tensor, *, into: Tensor) -> None:
-    if tensor.dtype != BF16:
-        raise TypeError(f"DraftWeights: {name} must be bf16; got {tensor.dtype}. Round it first.")
-    if tensor.shape != into.shape:
-        raise ValueError(f"DraftWeights: {name} must be {list(into.shape)}; got {list(tensor.shape)}.")
-    into.copy_(tensor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,7 +175,7 @@ class StepWeights:
         if count != shape.num_layers:
             raise ValueError(f"StepWeights: the model has {shape.num_layers} layers; got {count}.")
         for name, given, into in (("embedding", embedding_VD, weights.embedding_VD), ("norm", norm_D, weights.norm_D)):
-            _copy(name, given, into=into)
+            copy_checked(name, given, into=into)
         weights.head.words.copy_(pack_dense(head_VD.to(device), layout=weights.head.layout).words)
         return weights
 
@@ -231,12 +231,12 @@ def _empty(shape: StepShape, *, device: torch.device, programs: int) -> StepWeig
 def _pack_layer(weights: StepWeights, layer: LayerMatrices, *, index: int) -> None:
     device = weights.embedding_VD.device
     where = f"layer {index}"
-    _copy(f"{where}: attention_norm", layer.attention_norm, into=weights.attention_norm_LD[index])
-    _copy(f"{where}: experts_norm", layer.experts_norm, into=weights.experts_norm_LD[index])
+    copy_checked(f"{where}: attention_norm", layer.attention_norm, into=weights.attention_norm_LD[index])
+    copy_checked(f"{where}: experts_norm", layer.experts_norm, into=weights.experts_norm_LD[index])
     if (layer.qk_norm is None) != (weights.qk_norm_LHK is None):
         raise ValueError(f"{where}: qk_norm must be given if and only if the heads have rms_eps.")
     if layer.qk_norm is not None and weights.qk_norm_LHK is not None:
-        _copy(f"{where}: qk_norm", layer.qk_norm, into=weights.qk_norm_LHK[index])
+        copy_checked(f"{where}: qk_norm", layer.qk_norm, into=weights.qk_norm_LHK[index])
     for matrix, weight in ((layer.qkv, weights.qkv), (layer.out, weights.out), (layer.router, weights.router)):
         weight.words[index].copy_(pack_dense(matrix.to(device), layout=weight.layout).words)
     packed = pack_experts(gate_up_blocks=layer.gate_up_blocks.to(device), gate_up_scales=layer.gate_up_scales.to(device),
@@ -251,11 +251,12 @@ def _pack_layer(weights: StepWeights, layer: LayerMatrices, *, index: int) -> No
         b.scales.copy_(a.scales)
 
 
-def _copy(name: str, tensor: Tensor, *, into: Tensor) -> None:
+def copy_checked(name: str, tensor: Tensor, *, into: Tensor, where: str = "StepWeights") -> None:
+    """Errors: TypeError for another dtype than bf16, ValueError for another shape than is asked for."""
     if tensor.dtype != BF16:
-        raise TypeError(f"StepWeights: {name} must be bf16; got {tensor.dtype}. Round it first.")
+        raise TypeError(f"{where}: {name} must be bf16; got {tensor.dtype}. Round it first.")
     if tensor.shape != into.shape:
-        raise ValueError(f"StepWeights: {name} must be {list(into.shape)}; got {list(tensor.shape)}.")
+        raise ValueError(f"{where}: {name} must be {list(into.shape)}; got {list(tensor.shape)}.")
     into.copy_(tensor)
 
 

@@ -327,13 +327,15 @@ def test_a_turn_of_rounds_is_what_its_requests_and_the_costs_so_far_say() -> Non
     auto = [pace("auto"), pace("auto")]
     assert speculation.device_turn([*auto, pace(3)]) == ([7, 7, 3], TO_THE_LIMIT, 16), "a fixed length is kept, whatever is to be measured"
     assert speculation.device_turn(auto) == ([0, 0], TO_THE_LIMIT, 4), "plain steps are measured first"
-    speculation.learn_turn(4.0, Turn([], 4, None))
+    speculation.learn_turn(9.0, Turn([], 4, None), num_columns=3)
+    assert not speculation.state().costs_s[False, 1], "beside a draft that the host verified no step is plain"
+    speculation.learn_turn(4.0, Turn([], 4, None), num_columns=1)
     assert speculation.device_turn(auto) == ([7, 7], TO_THE_LIMIT, 4), "then full rounds"
-    speculation.learn_turn(8.0, Turn([], 4, 7.0))
+    speculation.learn_turn(8.0, Turn([], 4, 7.0), num_columns=1)
     limits, costs, most = speculation.device_turn(auto)
     assert (limits, most) == ([7, 7], 16) and costs[7] == 2.0 and sorted(costs) == list(costs)
-    speculation.learn_turn(float("nan"), Turn([], 4, 7.0))
-    speculation.learn_turn(1.0, Turn([], 0, None))
+    speculation.learn_turn(float("nan"), Turn([], 4, 7.0), num_columns=1)
+    speculation.learn_turn(1.0, Turn([], 0, None), num_columns=1)
     assert speculation.state().costs_s[False, 1] == {PLAIN_STEP: 1.0, 7: 2.0}, "a turn that failed, or that was not its own, says nothing"
     auto[0].gates[0].is_open = False
     assert speculation.device_turn(auto)[0] == [0, 7]
