@@ -15,9 +15,11 @@ from torch import Tensor
 
 from ..dflash.checkpoint import read_draft
 from ..dflash.model import DraftModel
+from ..dflash.sampling import Sampling
 from ..kernels.persistent import Column, DraftShape, DraftState, RoundInputs, StepInputs, StepShape, StepState
 from ..kernels.persistent.attention import COLUMNS
 from ..kernels.persistent.plan import CHUNK
+from ..kernels.persistent.round_inputs import MAX_LIMIT
 from ..kernels.persistent.rounds import RoundKernel
 from ..kernels.persistent.step import StepKernel
 from .archs import graph_of
@@ -25,7 +27,7 @@ from .draft_weights import draft_weights, require_rounds
 from .gpu import Gpu, find_gpu, obstacle_of
 from .graph import ModelGraph
 from .kv_pages import pages_for
-from .persistent import PersistentExecutor, StepRunner, kernel_picks
+from .persistent import Chunk, PersistentExecutor, StepRunner, kernel_picks
 from .reference import ReferenceExecutor
 from .step_weights import read_step_weights, step_shape
 from .weights import load_executor, read_json
@@ -222,8 +224,31 @@ def _load_persistent(directory: Path, *, taps: tuple[int, ...], num_slots: int, 
 
     executor = PersistentExecutor(weights, make_runner=make_runner, num_slots=num_slots, num_pages=num_pages, picks=kernel_picks, draft=draft)
     warm_up(executor)
+    if executor.has_rounds:
+        require_same_text(executor)
     executor.name = f"persistent ({'resident kernel' if executor.can_reside else 'CUDA graph of launches'}, {gpu.name})"
     return executor
+
+
+def require_same_text(executor: PersistentExecutor) -> None:
+    """Rounds and steps continue one text; NotImplementedError if they differ, as drafts must not change what is said."""
+    prompt = [1 + i % 7 for i in range(16)]
+    found = []
+    for rounds in (False, True):
+        sequence = executor.open()
+        try:
+            step = sequence.read(prompt)
+            first = Chunk(sequence=sequence, ids=(int(step.logits_TV[-1].argmax()),), position=len(prompt), sampling=Sampling(), last_only=False)
+            if rounds:
+                (committed,) = executor.run_rounds([first], 4, limits=[MAX_LIMIT], stopped=lambda: False)
+                found.append([token for tokens, _ in committed for token in tokens])
+            else:
+                found += executor.run_steps([first], 4 * (MAX_LIMIT + 1), stopped=lambda: False)
+        finally:
+            sequence.close()
+    plain, drafted = found
+    if not drafted or drafted != plain[:len(drafted)]:
+        raise NotImplementedError(f"rounds on this GPU give another text than steps ({drafted} and {plain}); please report it with the model's config.json")
 
 
 def pages_that_fit(shape: StepShape, *, num_slots: int, free_bytes: int, draft: DraftShape | None = None) -> int:

@@ -21,6 +21,7 @@ from kilotok.kernels.persistent.round_inputs import TILE
 from kilotok.runtime.batching import Turn
 from kilotok.runtime.draft_costs import PLAIN as PLAIN_STEP
 from kilotok.runtime.engine import Engine, Finished, Request
+from kilotok.runtime.executors import require_same_text
 from kilotok.runtime.pacing import NO_DOMAIN, TO_THE_LIMIT, DevicePace, Speculation
 from kilotok.runtime.persistent import Chunk, PersistentExecutor, RoundRunner
 
@@ -316,6 +317,16 @@ def test_where_rounds_do_not_pay_steps_are_taken_and_rounds_are_tried_again(star
     assert not gate.is_open and gate.gain is not None and gate.gain < 0.5
     costs = state.costs_s[False, 1]
     assert costs[PLAIN_STEP] == pytest.approx(1, abs=0.01) and costs[7] == pytest.approx(5, abs=0.01)
+
+
+def test_rounds_that_give_another_text_are_refused_at_the_start(script: dict[tuple[int, int], list[int]]) -> None:
+    executor, _ = executor_of(script, num_slots=1)
+    require_same_text(executor)
+    real = executor.run_rounds
+    executor.run_rounds = lambda *args, **how: [[((*tokens[:-1], V - 1), v) for tokens, v in one] for one in real(*args, **how)]  # type: ignore[method-assign]
+    with pytest.raises(NotImplementedError, match=r"^rounds on this GPU give another text than steps"):
+        require_same_text(executor)
+    assert executor.pool.num_slots == 1 and executor.open().slot == 0, "the slot is free again"
 
 
 def test_a_turn_of_rounds_is_what_its_requests_and_the_costs_so_far_say() -> None:
