@@ -64,6 +64,12 @@ def _sizes(W: gl.constexpr):
 def round_matrix_of(p, q, kind, layer, S: gl.constexpr, T: gl.constexpr):
     """What `begin_matrix` takes (`matrix_of`), and beside it: the residual that is read or added to, what is copied, its depth in blocks of 32, the norm's eps,
     and whether the input is copied, the product is added, channels are activated, and what was normed goes to the experts."""
+    QKV_CODE: gl.constexpr = T.qkv      # an attribute that is no number is no argument in Triton 3.6
+    OUT_CODE: gl.constexpr = T.out
+    GATE_UP_CODE: gl.constexpr = T.gate_up
+    DOWN_CODE: gl.constexpr = T.down
+    FC_CODE: gl.constexpr = T.fc
+    KEYS_CODE: gl.constexpr = T.keys
     norm, out, rows, _, splits, num_blocks, num_squares = matrix_of(p, kind, layer, S)
     residual = p.residual
     copy = p.mixed
@@ -78,22 +84,22 @@ def round_matrix_of(p, q, kind, layer, S: gl.constexpr, T: gl.constexpr):
         if kind == _DRAFT_QKV:
             norm = q.attention_norm + layer * S.D
             out = q.qkv
-            rows, splits, num_blocks = _sizes(T.qkv)
+            rows, splits, num_blocks = _sizes(QKV_CODE)
             if layer == 0:
                 num_squares = gl.to_tensor((S.D + 255) // 256)
         elif kind == _DRAFT_OUT:
             out = q.residual
-            rows, splits, num_blocks = _sizes(T.out)
+            rows, splits, num_blocks = _sizes(OUT_CODE)
             copy = q.mixed
             copy_blocks = gl.to_tensor(T.out.DEPTH // 32)
             copied += 1
             adds += 1
         elif kind == _GATE_UP:
             norm = q.mlp_norm + layer * S.D
-            rows, splits, num_blocks = _sizes(T.gate_up)
+            rows, splits, num_blocks = _sizes(GATE_UP_CODE)
         elif kind == _DOWN:
             out = q.residual
-            rows, splits, num_blocks = _sizes(T.down)
+            rows, splits, num_blocks = _sizes(DOWN_CODE)
             copy = q.inter
             copy_blocks = gl.to_tensor(T.down.DEPTH // 32)
             copied += 1
@@ -102,14 +108,14 @@ def round_matrix_of(p, q, kind, layer, S: gl.constexpr, T: gl.constexpr):
             norm = q.norm
         elif kind == _FC:
             out = q.context
-            rows, splits, num_blocks = _sizes(T.fc)
+            rows, splits, num_blocks = _sizes(FC_CODE)
             copy = p.features
             copy_blocks = gl.to_tensor(T.fc.DEPTH // 32)
             copied += 1
         else:
             norm = q.hidden_norm
             out = q.keys
-            rows, splits, num_blocks = _sizes(T.keys)
+            rows, splits, num_blocks = _sizes(KEYS_CODE)
             residual = q.context
     matrix = (norm, out, rows, (rows + 15) // 16, splits, num_blocks, num_squares)
     return matrix, (residual, copy, copy_blocks, eps, copied, adds, (kind == _GATE_UP) + rows * 0, (kind == _ROUTER) + rows * 0)

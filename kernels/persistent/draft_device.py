@@ -35,6 +35,18 @@ def _round_producer(d, m, p, num_layers, draft_layers, layer, drafts, S: gl.cons
     (qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_scales_desc, down_codes_desc, down_scales_desc, draft_qkv_desc, draft_out_desc,
      draft_gate_up_desc, draft_down_desc, fc_desc, keys_desc) = d
     ring, full, empty, up_scales, down_scales, go, done, word, ends = m
+    QKV: gl.constexpr = S.qkv
+    OUT: gl.constexpr = S.out
+    ROUTER: gl.constexpr = S.router
+    HEAD: gl.constexpr = S.head
+    UP: gl.constexpr = S.up
+    DOWN: gl.constexpr = S.down
+    DRAFT_QKV: gl.constexpr = T.qkv
+    DRAFT_OUT: gl.constexpr = T.out
+    DRAFT_GATE_UP: gl.constexpr = T.gate_up
+    DRAFT_DOWN: gl.constexpr = T.down
+    FC: gl.constexpr = T.fc
+    KEYS: gl.constexpr = T.keys
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     if T.PHASE == "rounds":
@@ -45,41 +57,41 @@ def _round_producer(d, m, p, num_layers, draft_layers, layer, drafts, S: gl.cons
         while another != 0:
             if drafts != 0:
                 for number in range(draft_layers):
-                    slot, phase = stream_matrix(draft_qkv_desc, ring, full, empty, slot, phase, number, T.qkv, S, PART)
-                    slot, phase = stream_matrix(draft_out_desc, ring, full, empty, slot, phase, number, T.out, S, PART)
-                    slot, phase = stream_matrix(draft_gate_up_desc, ring, full, empty, slot, phase, number, T.gate_up, S, PART)
-                    slot, phase = stream_matrix(draft_down_desc, ring, full, empty, slot, phase, number, T.down, S, PART)
-                slot, phase = stream_matrix(head_desc, ring, full, empty, slot, phase, 0, S.head, S, PART)
+                    slot, phase = stream_matrix(draft_qkv_desc, ring, full, empty, slot, phase, number, DRAFT_QKV, S, PART)
+                    slot, phase = stream_matrix(draft_out_desc, ring, full, empty, slot, phase, number, DRAFT_OUT, S, PART)
+                    slot, phase = stream_matrix(draft_gate_up_desc, ring, full, empty, slot, phase, number, DRAFT_GATE_UP, S, PART)
+                    slot, phase = stream_matrix(draft_down_desc, ring, full, empty, slot, phase, number, DRAFT_DOWN, S, PART)
+                slot, phase = stream_matrix(head_desc, ring, full, empty, slot, phase, 0, HEAD, S, PART)
             for number in range(num_layers):
-                slot, phase = stream_matrix(qkv_desc, ring, full, empty, slot, phase, number, S.qkv, S, PART)
-                slot, phase = stream_matrix(out_desc, ring, full, empty, slot, phase, number, S.out, S, PART)
-                slot, phase = stream_matrix(router_desc, ring, full, empty, slot, phase, number, S.router, S, PART)
+                slot, phase = stream_matrix(qkv_desc, ring, full, empty, slot, phase, number, QKV, S, PART)
+                slot, phase = stream_matrix(out_desc, ring, full, empty, slot, phase, number, OUT, S, PART)
+                slot, phase = stream_matrix(router_desc, ring, full, empty, slot, phase, number, ROUTER, S, PART)
                 taken += 1
                 mbarrier.wait(go, taken & 1)
-                slot, phase = stream_experts(up_codes_desc, up_scales_desc, ring, up_scales, full, empty, slot, phase, ends, p, number, S.up, S, PART)
-                slot, phase = stream_experts(down_codes_desc, down_scales_desc, ring, down_scales, full, empty, slot, phase, ends, p, number, S.down, S, PART)
+                slot, phase = stream_experts(up_codes_desc, up_scales_desc, ring, up_scales, full, empty, slot, phase, ends, p, number, UP, S, PART)
+                slot, phase = stream_experts(down_codes_desc, down_scales_desc, ring, down_scales, full, empty, slot, phase, ends, p, number, DOWN, S, PART)
                 mbarrier.arrive(done, count=1)
-            slot, phase = stream_matrix(head_desc, ring, full, empty, slot, phase, 0, S.head, S, PART)
-            slot, phase = stream_matrix(fc_desc, ring, full, empty, slot, phase, 0, T.fc, S, PART)
-            slot, phase = stream_matrix(keys_desc, ring, full, empty, slot, phase, 0, T.keys, S, PART)
+            slot, phase = stream_matrix(head_desc, ring, full, empty, slot, phase, 0, HEAD, S, PART)
+            slot, phase = stream_matrix(fc_desc, ring, full, empty, slot, phase, 0, FC, S, PART)
+            slot, phase = stream_matrix(keys_desc, ring, full, empty, slot, phase, 0, KEYS, S, PART)
             taken += 1
             mbarrier.wait(go, taken & 1)
             another = gl.max(word.load(gl.BlockedLayout([1], [32], [1], [0])), 0)
             mbarrier.arrive(done, count=1)
     elif T.PHASE == "draft_qkv":
-        stream_matrix(draft_qkv_desc, ring, full, empty, slot, phase, layer, T.qkv, S, PART)
+        stream_matrix(draft_qkv_desc, ring, full, empty, slot, phase, layer, DRAFT_QKV, S, PART)
     elif T.PHASE == "draft_out":
-        stream_matrix(draft_out_desc, ring, full, empty, slot, phase, layer, T.out, S, PART)
+        stream_matrix(draft_out_desc, ring, full, empty, slot, phase, layer, DRAFT_OUT, S, PART)
     elif T.PHASE == "draft_gate_up":
-        stream_matrix(draft_gate_up_desc, ring, full, empty, slot, phase, layer, T.gate_up, S, PART)
+        stream_matrix(draft_gate_up_desc, ring, full, empty, slot, phase, layer, DRAFT_GATE_UP, S, PART)
     elif T.PHASE == "draft_down":
-        stream_matrix(draft_down_desc, ring, full, empty, slot, phase, layer, T.down, S, PART)
+        stream_matrix(draft_down_desc, ring, full, empty, slot, phase, layer, DRAFT_DOWN, S, PART)
     elif T.PHASE == "draft_head":
-        stream_matrix(head_desc, ring, full, empty, slot, phase, 0, S.head, S, PART)
+        stream_matrix(head_desc, ring, full, empty, slot, phase, 0, HEAD, S, PART)
     elif T.PHASE == "fc":
-        stream_matrix(fc_desc, ring, full, empty, slot, phase, 0, T.fc, S, PART)
+        stream_matrix(fc_desc, ring, full, empty, slot, phase, 0, FC, S, PART)
     elif T.PHASE == "keys":
-        stream_matrix(keys_desc, ring, full, empty, slot, phase, 0, T.keys, S, PART)
+        stream_matrix(keys_desc, ring, full, empty, slot, phase, 0, KEYS, S, PART)
 
 
 @gluon.jit(do_not_specialize=["num_layers", "draft_layers", "num_rounds", "table_width", "cache_pages", "polls", "layer", "num_taps", "drafts", "assumed"])

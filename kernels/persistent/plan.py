@@ -181,16 +181,22 @@ def _part(index, count, start, size, CLASSES: gl.constexpr, WINDOW: gl.constexpr
     return before, own, begin, last_chunk, first_span, gl.where(count > 0, _span_of(last_chunk, CLASSES) + 1 - first_span, 0)
 
 
+@gluon.constexpr_function
+def words_cache(change):
+    """Modifier of loads of the columns' words, which may change inside a launch."""
+    return ".cg" if change else ""
+
+
 @gluon.jit
 def plan_step(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, C: gl.constexpr, CLASSES: gl.constexpr, WINDOW: gl.constexpr,
-              AT_ONCE: gl.constexpr, PART_COLUMNS: gl.constexpr, NUM_WARPS: gl.constexpr, ahead=0, CAUSAL: gl.constexpr = True, CACHE: gl.constexpr = ""):
-    """`plan_ref` by one program. WINDOW: 0 for none. ahead: how many steps the columns are ahead of the positions in memory. CACHE: modifier of their loads."""
+              AT_ONCE: gl.constexpr, PART_COLUMNS: gl.constexpr, NUM_WARPS: gl.constexpr, ahead=0, CAUSAL: gl.constexpr = True, CHANGE: gl.constexpr = False):
+    """`plan_ref` by one program. WINDOW: 0 for none. ahead: how many steps the columns are ahead of the positions in memory. CHANGE: whether these do inside a launch."""
     TABLE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NUM_WARPS, 1], [1, 0])
     me = here(gl.arange(0, C, gl.SliceLayout(1, TABLE)))
     other = here(gl.arange(0, C, gl.SliceLayout(0, TABLE)))
-    slot = gl.load(slots_ptr + me, cache_modifier=CACHE)
-    position = gl.load(positions_ptr + other, cache_modifier=CACHE) + ahead
-    same = (slot[:, None] == gl.load(slots_ptr + other, cache_modifier=CACHE)[None, :]) & (slot >= 0)[:, None]
+    slot = gl.load(slots_ptr + me, cache_modifier=words_cache(CHANGE))
+    position = gl.load(positions_ptr + other, cache_modifier=words_cache(CHANGE)) + ahead
+    same = (slot[:, None] == gl.load(slots_ptr + other, cache_modifier=words_cache(CHANGE))[None, :]) & (slot >= 0)[:, None]
     count = gl.sum(same.to(gl.int32), 1)
     index = gl.sum((same & (other[None, :] < me[:, None])).to(gl.int32), 1)
     start = gl.where(count > 0, gl.min(gl.where(same, position[None, :], 0x7FFFFFFF), 1), 0)

@@ -30,6 +30,7 @@ from ..moe.product import require
 from ..moe.routing import MAX_EXPERTS_PER_TOKEN, TILE_COLUMNS, Routing, max_tiles, route_ref
 from ..moe.stream import cta_barrier, hidden, row_major
 from .merge_device import row_lanes
+from .plan import words_cache
 
 MAX_TABLE = 8192        # columns times experts, rounded up to powers of two: 32 cells a thread
 NUM_WARPS = 8
@@ -109,12 +110,12 @@ def cells(experts, num_warps):
 
 @gluon.jit
 def _load_logits(logits_ptr, slots_ptr, first, COLUMNS: gl.constexpr, C: gl.constexpr, E: gl.constexpr, EXPERTS: gl.constexpr, NUM_WARPS: gl.constexpr,
-                 SPLITS: gl.constexpr, CACHE: gl.constexpr):
+                 SPLITS: gl.constexpr, CHANGE: gl.constexpr):
     """Columns, experts, which of their cells there are, and the logits; the two loads do not wait for each other."""
     TABLE: gl.constexpr = row_lanes(EXPERTS, NUM_WARPS)
     column = first + gl.arange(0, COLUMNS, gl.SliceLayout(1, TABLE))
     expert = gl.arange(0, EXPERTS, gl.SliceLayout(0, TABLE))[None, :]
-    slots = gl.load(slots_ptr + column, cache_modifier=CACHE)
+    slots = gl.load(slots_ptr + column, cache_modifier=words_cache(CHANGE))
     logits = gl.load(logits_ptr + column[:, None] * E + expert, mask=(column[:, None] >= 0) & (expert < E), other=-float("inf"), cache_modifier=".cg")
     for split in gl.static_range(1, SPLITS):
         logits += gl.load(logits_ptr + split * (C * E) + column[:, None] * E + expert, mask=(column[:, None] >= 0) & (expert < E), other=0.0,
@@ -197,23 +198,23 @@ def _tiles_of(table, C: gl.constexpr, EXPERTS: gl.constexpr, NUM_WARPS: gl.const
 
 @gluon.jit
 def choose_experts(logits_ptr, slots_ptr, table, ends, C: gl.constexpr, E: gl.constexpr, K: gl.constexpr, EXPERTS: gl.constexpr, NUM_WARPS: gl.constexpr,
-                   SPLITS: gl.constexpr = 1, CACHE: gl.constexpr = ""):
+                   SPLITS: gl.constexpr = 1, CHANGE: gl.constexpr = False):
     """The first half.
 
-    table: shared memory, C * EXPERTS bytes; ends: int32 [1, EXPERTS] there, where the tiles of each expert end, for `moe.stream.expert_of`. CACHE: modifier
-    of the loads of slots.
+    table: shared memory, C * EXPERTS bytes; ends: int32 [1, EXPERTS] there, where the tiles of each expert end, for `moe.stream.expert_of`. CHANGE: whether
+    slots do inside a launch.
 
     Returns the number of tiles, that of distinct experts, and what `write_list` goes on with. Behind a barrier of the CTA all can read `ends`.
     """
     COLUMNS: gl.constexpr = C if C < _COLUMNS else _COLUMNS
     if C == COLUMNS:
-        _column, _expert, inside, logits = _load_logits(logits_ptr, slots_ptr, 0, COLUMNS, C, E, EXPERTS, NUM_WARPS, SPLITS, CACHE)
+        _column, _expert, inside, logits = _load_logits(logits_ptr, slots_ptr, 0, COLUMNS, C, E, EXPERTS, NUM_WARPS, SPLITS, CHANGE)
         chosen, rank = _choose(logits, inside, K)
         _tell_columns(table, 0, chosen, C, COLUMNS, EXPERTS, NUM_WARPS)
         kept = (logits, chosen, rank)
     else:
         for turn in range(C // COLUMNS):
-            _column, _expert, inside, logits = _load_logits(logits_ptr, slots_ptr, turn * COLUMNS, COLUMNS, C, E, EXPERTS, NUM_WARPS, SPLITS, CACHE)
+            _column, _expert, inside, logits = _load_logits(logits_ptr, slots_ptr, turn * COLUMNS, COLUMNS, C, E, EXPERTS, NUM_WARPS, SPLITS, CHANGE)
             chosen, rank = _choose(logits, inside, K)
             _tell_columns(table, turn, chosen, C, COLUMNS, EXPERTS, NUM_WARPS)
         kept = ()
@@ -258,7 +259,7 @@ def clear_list(pairs_ptr, weights_ptr, TILES: gl.constexpr, PADDED_TILES: gl.con
 def write_list(logits_ptr, slots_ptr, table, chosen_before, num_tiles, num_tiles_ptr, experts_ptr, pairs_ptr, weights_ptr, num_experts_ptr, C: gl.constexpr,
                E: gl.constexpr, K: gl.constexpr, EXPERTS: gl.constexpr, TILES: gl.constexpr, PADDED_TILES: gl.constexpr, NORMALIZE: gl.constexpr,
                ALL: gl.constexpr, NUM_WARPS: gl.constexpr,
-               SPLITS: gl.constexpr = 1, CACHE: gl.constexpr = ""):
+               SPLITS: gl.constexpr = 1, CHANGE: gl.constexpr = False):
     """The second half, behind `clear_list` and a barrier: pairs, and with ALL the numbers and the experts, which a step has in shared memory. Returns what
     `write_weights` goes on with."""
     TABLE: gl.constexpr = row_lanes(EXPERTS, NUM_WARPS)
@@ -278,7 +279,7 @@ def write_list(logits_ptr, slots_ptr, table, chosen_before, num_tiles, num_tiles
         return logits, chosen, place
     else:
         for turn in range(C // COLUMNS):
-            column, expert, inside, logits = _load_logits(logits_ptr, slots_ptr, turn * COLUMNS, COLUMNS, C, E, EXPERTS, NUM_WARPS, SPLITS, CACHE)
+            column, expert, inside, logits = _load_logits(logits_ptr, slots_ptr, turn * COLUMNS, COLUMNS, C, E, EXPERTS, NUM_WARPS, SPLITS, CHANGE)
             own = table._reinterpret(gl.int32, [C // COLUMNS, COLUMNS, EXPERTS // 4], row_major(2)).index(turn).load(
                 gl.SliceLayout(2, cells(EXPERTS, NUM_WARPS)))
             chosen = _bytes_of(own, TABLE, EXPERTS, NUM_WARPS)

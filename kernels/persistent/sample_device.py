@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from ..moe.stream import cta_barrier, here
 from ..sampling.noise import PHILOX_M, PHILOX_W
+from .plan import words_cache
 
 _M0, _M1 = (gl.constexpr(m) for m in PHILOX_M)
 _W0, _W1 = (gl.constexpr(w) for w in PHILOX_W)
@@ -47,9 +48,9 @@ def _gumbel(token, position, seed_low, seed_high):
 
 @gluon.jit
 def sample_slices(p, number, step, C: gl.constexpr, V: gl.constexpr, SLICES: gl.constexpr, PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr, ASKS: gl.constexpr,
-                  NUM_WARPS: gl.constexpr, CACHE: gl.constexpr = ""):
+                  NUM_WARPS: gl.constexpr, CHANGE: gl.constexpr = False):
     """The best of each slice of each live column. ASKS: the first of them also asks the host whether to stop, as a read of its memory takes long.
-    CACHE: modifier of the loads of the columns' words."""
+    CHANGE: whether the columns' words do inside a launch."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
     BLOCK: gl.constexpr = NUM_WARPS * 32
     WIDTH: gl.constexpr = (V + SLICES - 1) // SLICES
@@ -61,9 +62,9 @@ def sample_slices(p, number, step, C: gl.constexpr, V: gl.constexpr, SLICES: gl.
             gl.store(p.stop + lane, wants, mask=lane == 0)
     for unit in range(number, C * SLICES, PROGRAMS * PARTITIONS):
         column, first = unit // SLICES, unit % SLICES * WIDTH
-        if gl.load(p.words + C + column, cache_modifier=CACHE) >= 0:
+        if gl.load(p.words + C + column, cache_modifier=words_cache(CHANGE)) >= 0:
             temperature = gl.load(p.words + 3 * C + column).to(gl.float32, bitcast=True)
-            position = gl.load(p.words + 2 * C + column, cache_modifier=CACHE) + step + 1
+            position = gl.load(p.words + 2 * C + column, cache_modifier=words_cache(CHANGE)) + step + 1
             seed_low = gl.load(p.words + 6 * C + column)
             seed_high = gl.load(p.words + 7 * C + column)
             best = gl.full((BLOCK,), -float("inf"), gl.float32, LANES)

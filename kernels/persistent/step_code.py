@@ -151,7 +151,7 @@ class StepCode:
     SQUARES: int            # places for parts of a column's sum of squares
     TABLE_UNITS: int        # of a consumer's table of who chose whom
     KEYS_HALF: int          # half of the largest head whose keys there is memory for
-    WORDS_CACHE: str = ""   # modifier of loads of the columns' words: ".cg" where they change inside a launch
+    WORDS_CHANGE: bool = False     # the columns' words, inside a launch
 
     @staticmethod
     def of(shape: StepShape, *, layouts: dict[str, Any], num_columns: int, programs: int, phase: str = "all", profile: bool = False,

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from ..moe.stream import row_major
 from .dense_device import consume_dense, meet
 from .fragments import NUM_WARPS
+from .plan import words_cache
 from .rolled_dense import consume_rolled, load_weights, share_of
 
 _WARPS = gl.constexpr(NUM_WARPS)
@@ -24,7 +25,7 @@ _QKV, _OUT, _ROUTER = QKV, OUT, ROUTER
 def live_of(words_ptr, tile, S: gl.constexpr):
     """A bit for every column of a tile that lives."""
     c = gl.arange(0, 8, gl.BlockedLayout([1], [32], [_WARPS], [0]))
-    return gl.sum((gl.load(words_ptr + S.C + tile * 8 + c, cache_modifier=S.WORDS_CACHE) >= 0).to(gl.int32) << c, 0)
+    return gl.sum((gl.load(words_ptr + S.C + tile * 8 + c, cache_modifier=words_cache(S.WORDS_CHANGE)) >= 0).to(gl.int32) << c, 0)
 
 
 @gluon.jit

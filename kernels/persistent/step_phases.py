@@ -20,7 +20,7 @@ from .attention_device import attend, prepare, value_width
 from .attention_rows import operand, staged_rows
 from .fragments import NUM_WARPS
 from .merge_device import merge_columns, spans_of_row
-from .plan import CHUNK, plan_step
+from .plan import CHUNK, plan_step, words_cache
 from .router import choose_experts, clear_list, write_list, write_weights
 from .sample_device import best_of_column, finish, sample_slices
 from .step_code import SLICES
@@ -153,14 +153,14 @@ def _make_list(m, p, layer, S: gl.constexpr, PART: gl.constexpr):
     clear_list(pairs, weights, S.TILES, S.PADDED_TILES, S.PHASE == "gate_up", _WARPS)
     table = _table(m, S, PART)
     num_tiles, distinct, chosen = choose_experts(p.router_logits, p.words + S.C, table, m[13], S.C, S.E, S.K, S.EXPERTS, _WARPS, S.router.SPLITS,
-                                                 S.WORDS_CACHE)
+                                                 S.WORDS_CHANGE)
     cta_barrier()   # where tiles end is there for the producer, and the list is clear for all threads
     mbarrier.arrive(m[8], count=1)
     if S.ONE_LIST:
         mbarrier.arrive(m[14], count=1)
     written = write_list(p.router_logits, p.words + S.C, table, chosen, num_tiles, p.list_tiles + number, p.list_experts + number * S.TILES, pairs, weights,
                          p.list_counts + number * S.C, S.C, S.E, S.K, S.EXPERTS, S.TILES, S.PADDED_TILES, S.NORMALIZE, S.PHASE == "gate_up", _WARPS,
-                         S.router.SPLITS, S.WORDS_CACHE)
+                         S.router.SPLITS, S.WORDS_CHANGE)
     cta_barrier()   # the pairs are there for all threads
     pair_g = _first_pairs(pairs, num_tiles, S, PART)
     write_weights(written, weights, S.C, S.E, S.EXPERTS, S.NORMALIZE, _WARPS)
@@ -262,7 +262,7 @@ def add_phase(p, layer, num_taps, S: gl.constexpr, PART: gl.constexpr):
     for block in range(program_list(_WARPS, S, PART), S.C * BLOCKS, S.PROGRAMS * S.PARTITIONS):
         column = block // BLOCKS
         d = (block % BLOCKS) * WIDTH + lane
-        slot = gl.load(p.words + S.C + column, cache_modifier=S.WORDS_CACHE)
+        slot = gl.load(p.words + S.C + column, cache_modifier=words_cache(S.WORDS_CHANGE))
         before = gl.load(p.residual + column * S.D + d, mask=d < S.D, other=0.0, cache_modifier=".cg")
         total = gl.zeros((WIDTH,), gl.float32, LANES)
         for rank in gl.static_range(RANKS):
@@ -286,8 +286,8 @@ def embed_phase(p, step, S: gl.constexpr, PART: gl.constexpr):
     for block in range(program_list(_WARPS, S, PART), S.C * BLOCKS, S.PROGRAMS * S.PARTITIONS):
         column = block // BLOCKS
         d = (block % BLOCKS) * WIDTH + lane
-        live = gl.load(p.words + S.C + column, cache_modifier=S.WORDS_CACHE) >= 0
-        token = gl.load(p.words + column, cache_modifier=S.WORDS_CACHE)
+        live = gl.load(p.words + S.C + column, cache_modifier=words_cache(S.WORDS_CHANGE)) >= 0
+        token = gl.load(p.words + column, cache_modifier=words_cache(S.WORDS_CHANGE))
         if S.PHASE == "all":
             if step > 0:
                 token = best_of_column(p, column, _SLICES, _WARPS)
@@ -298,13 +298,13 @@ def embed_phase(p, step, S: gl.constexpr, PART: gl.constexpr):
     if PART == 0:
         if program(_WARPS) == S.PROGRAMS - 1:
             plan_step(p.words + S.C, p.words + 2 * S.C, p.plan_rows, p.plan_num_rows, p.plan_spans, S.C, S.CLASSES, S.WINDOW,
-                      S.ATTENDING // S.G, S.PART_COLUMNS, _WARPS, step, True, S.WORDS_CACHE)
+                      S.ATTENDING // S.G, S.PART_COLUMNS, _WARPS, step, True, S.WORDS_CHANGE)
 
 
 @gluon.jit
 def sample_phase(p, step, S: gl.constexpr, PART: gl.constexpr):
     sample_slices(p, program_list(_WARPS, S, PART), step, S.C, S.V, _SLICES, S.PARTITIONS, S.PROGRAMS,
-                  (S.PHASE == "all" or S.PHASE == "rounds") and PART == S.PARTITIONS - 1, _WARPS, S.WORDS_CACHE)
+                  (S.PHASE == "all" or S.PHASE == "rounds") and PART == S.PARTITIONS - 1, _WARPS, S.WORDS_CHANGE)
 
 
 @gluon.jit
