@@ -260,7 +260,7 @@ def _assembly(modules: dict[str, ModuleType]) -> Callable[..., Any]:
     def run(ptx: str, _constraints: str, operands: list[Any], **_options: Any) -> Any:
         if ptx in known:
             return known[ptx](*operands)
-        if ptx.startswith(("ex2.", "cvt.rn.bf16x2")) or "prefetch.global.L2" in ptx or ptx == "mov.b32 $0, 0;":
+        if ptx.startswith(("ex2.", "cvt.rn.bf16x2")) or "prefetch" in ptx or ptx == "mov.b32 $0, 0;":
             return base.assembly(ptx, _constraints, operands)
         if ptx == "mov.b32 $0, $1;" or "%nctaid.x" in ptx:
             return operands[0]

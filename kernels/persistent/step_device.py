@@ -35,7 +35,7 @@ from ..moe.stream import make_ring, make_scale_ring, row_major, stream_weights, 
 from .attention_rows import operand
 from .dense_device import stream_dense
 from .fragments import NUM_WARPS
-from .rolled_dense import stream_rolled
+from .rolled_dense import bring_ahead, stream_rolled
 from .step_consumer import consume
 from .step_phases import list_number
 
@@ -55,6 +55,21 @@ def stream_matrix(desc, ring, full, empty, slot, phase, layer, W: gl.constexpr, 
             slot, phase = stream_dense(desc, ring, full, empty, slot, phase, layer * W.UNITS, W.ITEMS, W.PAIRS, W.NUM_BLOCKS, W.STAGE_BLOCKS, S.SLOT_UNITS,
                                        S.STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
     return slot, phase
+
+
+@gluon.jit
+def stream_layer(qkv_desc, out_desc, router_desc, p, ring, full, empty, slot, phase, layer, S: gl.constexpr, PART: gl.constexpr):
+    """The dense matrices of a layer; the first two are in the L2 cache when it is their turn."""
+    QKV: gl.constexpr = S.qkv
+    OUT: gl.constexpr = S.out
+    ROUTER: gl.constexpr = S.router
+    if S.AHEAD:
+        bring_ahead(p.qkv_words, layer, QKV, S.STAGES, PART, S.PARTITIONS, S.PROGRAMS)
+    slot, phase = stream_matrix(qkv_desc, ring, full, empty, slot, phase, layer, QKV, S, PART)
+    if S.AHEAD:
+        bring_ahead(p.out_words, layer, OUT, S.STAGES, PART, S.PARTITIONS, S.PROGRAMS)
+    slot, phase = stream_matrix(out_desc, ring, full, empty, slot, phase, layer, OUT, S, PART)
+    return stream_matrix(router_desc, ring, full, empty, slot, phase, layer, ROUTER, S, PART)
 
 
 @gluon.jit
@@ -89,9 +104,7 @@ def _producer(d, m, p, num_layers, layer, S: gl.constexpr, PART: gl.constexpr):
         mbarrier.arrive(done, count=1)
         while another != 0:
             for number in range(num_layers):
-                slot, phase = stream_matrix(qkv_desc, ring, full, empty, slot, phase, number, QKV, S, PART)
-                slot, phase = stream_matrix(out_desc, ring, full, empty, slot, phase, number, OUT, S, PART)
-                slot, phase = stream_matrix(router_desc, ring, full, empty, slot, phase, number, ROUTER, S, PART)
+                slot, phase = stream_layer(qkv_desc, out_desc, router_desc, p, ring, full, empty, slot, phase, number, S, PART)
                 taken += 1
                 mbarrier.wait(go, taken & 1)
                 slot, phase = stream_experts(up_codes_desc, up_scales_desc, ring, up_scales, full, empty, slot, phase, ends, p, number, UP, S, PART)
