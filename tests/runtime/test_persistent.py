@@ -161,8 +161,8 @@ def test_slots_and_pages_run_out_with_a_clear_error_and_closing_gives_them_back(
     assert executor.pool.num_free == 2
     for sequence in (second, third):
         sequence.close()
-    assert executor.pool.num_free == 4 and executor.fits([300, 1]) and not executor.fits([300, 129]) and not executor.fits([1, 1, 1, 1])
-    with pytest.raises(ValueError, match=r"^executor: a sequence of the whole context \(300\) takes 3 pages of 128 positions; got 2\."):
+    assert executor.pool.num_free == 6 and executor.fits([300, 1]) and not executor.fits([300, 65]) and not executor.fits([1, 1, 1, 1])
+    with pytest.raises(ValueError, match=r"^executor: a sequence of the whole context \(300\) takes 5 pages of 64 positions; got 2\."):
         twin_executor(num_pages=2)
     with pytest.raises(ValueError, match=r"^executor: a step has 8, 16, 32, 64 columns; got 12\."):
         twin_executor(num_columns=12)
