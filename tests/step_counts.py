@@ -47,6 +47,7 @@ class Nothing:
 
 
 _NOTHING = Nothing()
+_NO_COLUMN = torch.zeros(8, dtype=torch.bool)
 
 
 def _allocate(dtype: torch.dtype, shape: Any, layout: Any) -> Any:
@@ -107,19 +108,20 @@ def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layer
         return _NOTHING
 
     products: dict[str, Any] = {
-        "load_activations": lambda *_: ((), ()), "multiply": lambda *_: (_NOTHING,), "down_columns": lambda *_: (0, 0, 0), "store_channels": nothing,
+        "load_activations": lambda *_: ((), ()), "activations": lambda *_: ((), ()), "begin_tile": lambda *_: ((), (), _NO_COLUMN),
+        "multiply": lambda *_: (_NOTHING,), "down_columns": lambda *_: (0, 0, 0), "store_channels": nothing,
         "store_partials": nothing, "sum_over_warps": nothing, "keep_sums": nothing, "kept_sums": nothing}
     cheap: dict[str, dict[str, Any]] = {
         "moe.stream": {"release": release},
         "persistent.dense_device": {"multiply_item": multiply_item, "normalize": normalize, "load_norm": nothing, "load_fragments": nothing,
                                     "read_fragments": nothing, "rows_of": lambda *_: (Word(0), False), "sum_over_warps": nothing},
-        "persistent.rolled_dense": {"load_weights": lambda *_: (), "_factor": nothing, "_load_residual": nothing, "_fill": nothing, "_copy_stage": nothing,
+        "persistent.rolled_dense": {"load_weights": lambda *_: (), "_factor": nothing, "_load_residual": nothing, "_fill": nothing, "_copy_piece": nothing,
                                     "_multiply_stage": nothing, "sum_over_warps": lambda *_: 0.0, "_store_channels": nothing},
         "moe.device": products, "moe.rolled": products,
         "persistent.step_dense": {"live_of": lambda *_: 255},
         "persistent.step_phases": {"choose_experts": route, "clear_list": nothing, "write_list": nothing, "write_weights": nothing,
-                                   "first_pairs": lambda *_: 0, "attend": nothing, "prepare": nothing, "merge_columns": nothing,
-                                   "spans_of_row": nothing},
+                                   "columns_of_tile": lambda *_: 0, "first_pairs": lambda *_: 0, "attend": nothing, "prepare": nothing,
+                                   "merge_columns": nothing, "spans_of_row": nothing},
         "persistent.step_consumer": {"live_of": lambda *_: 255, "embed_phase": nothing, "add_phase": nothing, "sample_phase": nothing, "finish_phase": nothing,
                                    "load_norm": nothing},
         "persistent.draft_dense": {"live_of": lambda *_: 255},

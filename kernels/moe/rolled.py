@@ -14,11 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from .device import down_columns, gate_and_up, store_channels, store_partials
 from .routing import TILE_COLUMNS
 from .stream import (
+    activations,
     advance,
     columns_of,
     keep_sums,
     kept_sums,
     load_activations,
+    load_words,
     multiply,
     release,
     result_coordinates,
@@ -59,18 +61,27 @@ def _sums_of(sums, exchange, PARTS: gl.constexpr, DEPTH_WARPS: gl.constexpr, NUM
 @gluon.jit
 def first_pairs(pairs_ptr, num_tiles, TILE_STAGES: gl.constexpr, PART: gl.constexpr, PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr,
                 NUM_WARPS: gl.constexpr):
-    """What `roll_gate_up` begins with, for a load that is under way early."""
+    """The pairs of the first tile, for `begin_tile`."""
     first, last = stage_range(num_tiles, TILE_STAGES, PART, PARTITIONS, PROGRAMS, NUM_WARPS)
     column_g = columns_of(NUM_WARPS)
     return gl.load(pairs_ptr + (first // TILE_STAGES) * _COLUMNS + column_g, mask=(first < last) & (column_g >= 0), other=-1)
 
 
 @gluon.jit
-def roll_gate_up(ring, scale_ring, exchange, full, empty, slot, phase, pair_g, x_ptr, out_ptr, pairs_ptr, num_tiles, K: gl.constexpr, F: gl.constexpr,
+def begin_tile(pair_g, x_ptr, K: gl.constexpr, DEPTH: gl.constexpr, DEPTH_WARPS: gl.constexpr, NUM_STEPS: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """What `roll_gate_up` begins a tile with: activations that are on their way, and which of its columns live. pair_g: its pairs, or others of the same
+    tokens."""
+    live_g = pair_g >= 0
+    even, odd = load_words(x_ptr, pair_g // K, live_g, DEPTH, DEPTH_WARPS, NUM_STEPS, NUM_WARPS)
+    return even, odd, live_g
+
+
+@gluon.jit
+def roll_gate_up(ring, scale_ring, exchange, full, empty, slot, phase, begun, x_ptr, out_ptr, pairs_ptr, num_tiles, K: gl.constexpr, F: gl.constexpr,
                  ACTIVATION: gl.constexpr, DEPTH: gl.constexpr, DEPTH_WARPS: gl.constexpr, NUM_STEPS: gl.constexpr, MOST_PARTS: gl.constexpr,
                  TILE_STAGES: gl.constexpr, SLOT_UNITS: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, PARTITIONS: gl.constexpr,
                  PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """`consume_gate_up` of one group a stage, without a bias; pair_g: of `first_pairs`."""
+    """`consume_gate_up` of one group a stage, without a bias; begun: of `begin_tile` of the first tile, which can be read before the list is there."""
     PARTS: gl.constexpr = parts_at_once(MOST_PARTS, DEPTH_WARPS)
     ROW_TILES: gl.constexpr = (NUM_WARPS // DEPTH_WARPS) * PARTS
     first, last = stage_range(num_tiles, TILE_STAGES, PART, PARTITIONS, PROGRAMS, NUM_WARPS)
@@ -79,8 +90,9 @@ def roll_gate_up(ring, scale_ring, exchange, full, empty, slot, phase, pair_g, x
     pair_column = gate_and_up(column + row * 0, ROW_TILES)[0]
     column_g = columns_of(NUM_WARPS)
     for tile in range(first // TILE_STAGES, (last + TILE_STAGES - 1) // TILE_STAGES):
-        x_even, x_odd = load_activations(x_ptr, pair_g // K, pair_g >= 0, DEPTH, DEPTH_WARPS, NUM_STEPS, NUM_WARPS)
-        live = gl.load(pairs_ptr + tile * _COLUMNS + pair_column) >= 0
+        even, odd, live_g = begun
+        live = pair_column < gl.sum(live_g.to(gl.int32), 0)      # a tile's first columns live; a load would wait for what begun need not
+        x_even, x_odd = activations(even, odd, NUM_STEPS)
         pair_g = gl.load(pairs_ptr + (tile + 1) * _COLUMNS + column_g, mask=((tile + 1) * TILE_STAGES < last) & (column_g >= 0), other=-1)
         begin = gl.maximum(first - tile * TILE_STAGES, 0)
         end = gl.minimum(last - tile * TILE_STAGES, TILE_STAGES)
@@ -94,6 +106,7 @@ def roll_gate_up(ring, scale_ring, exchange, full, empty, slot, phase, pair_g, x
                 part = begin * 0
             else:
                 part += 1
+        begun = begin_tile(pair_g, x_ptr, K, DEPTH, DEPTH_WARPS, NUM_STEPS, NUM_WARPS)
     return slot, phase
 
 

@@ -108,7 +108,7 @@ def hidden(number):
 
 @gluon.jit
 def load_block(x_ptr, row_g, live_g, BLOCK: gl.constexpr, DEPTH: gl.constexpr, DEPTH_WARPS: gl.constexpr, NUM_STEPS: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """B fragment of MX block BLOCK of each warp's part of the input, times 2**100; zeros in dead columns and in the pad.
+    """B fragment of MX block BLOCK of each warp's part of the input; zeros in dead columns and in the pad.
 
     x_ptr: bf16 pairs, row-major [rows, DEPTH / 2]. row_g: the row of column g, in the layout of axis g.
     """
@@ -121,25 +121,52 @@ def load_block(x_ptr, row_g, live_g, BLOCK: gl.constexpr, DEPTH: gl.constexpr, D
     block = (warp % DEPTH_WARPS) * (2 * NUM_STEPS) + BLOCK
     offset = row_g[None, :, None, None] * (DEPTH // 2) + block * 16 + t * 4 + word
     mask = live_g[None, :, None, None] & (block < DEPTH // 32) & (word >= 0)
-    pairs = gl.load(x_ptr + offset, mask=mask, other=0, cache_modifier=".cg")
+    return gl.load(x_ptr + offset, mask=mask, other=0, cache_modifier=".cg")
+
+
+@gluon.jit
+def _prescale(pairs):
     return gl.inline_asm_elementwise("mul.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, gl.full_like(pairs, _PRESCALE_PAIR)], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def column_lanes(num_warps):
+    """Of axis g."""
+    return gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, lanes(num_warps))))
 
 
 @gluon.jit
 def columns_of(NUM_WARPS: gl.constexpr):
     """0..7 in the layout of axis g."""
-    return here(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, lanes(NUM_WARPS))))))
+    return here(gl.arange(0, 8, column_lanes(NUM_WARPS)))
 
 
 @gluon.jit
-def load_activations(x_ptr, row_g, live_g, DEPTH: gl.constexpr, DEPTH_WARPS: gl.constexpr, NUM_STEPS: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """The B fragments of all steps: even and odd MX blocks."""
+def load_words(x_ptr, row_g, live_g, DEPTH: gl.constexpr, DEPTH_WARPS: gl.constexpr, NUM_STEPS: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """For `activations`, when there is other work to do while they are on their way: even and odd MX blocks."""
     x_even = ()
     x_odd = ()
     for i in gl.static_range(NUM_STEPS):
         x_even = x_even + (load_block(x_ptr, row_g, live_g, 2 * i, DEPTH, DEPTH_WARPS, NUM_STEPS, NUM_WARPS),)
         x_odd = x_odd + (load_block(x_ptr, row_g, live_g, 2 * i + 1, DEPTH, DEPTH_WARPS, NUM_STEPS, NUM_WARPS),)
     return x_even, x_odd
+
+
+@gluon.jit
+def activations(even, odd, NUM_STEPS: gl.constexpr):
+    """The B fragments of all steps, times 2**100, from `load_words`."""
+    x_even = ()
+    x_odd = ()
+    for i in gl.static_range(NUM_STEPS):
+        x_even = x_even + (_prescale(even[i]),)
+        x_odd = x_odd + (_prescale(odd[i]),)
+    return x_even, x_odd
+
+
+@gluon.jit
+def load_activations(x_ptr, row_g, live_g, DEPTH: gl.constexpr, DEPTH_WARPS: gl.constexpr, NUM_STEPS: gl.constexpr, NUM_WARPS: gl.constexpr):
+    even, odd = load_words(x_ptr, row_g, live_g, DEPTH, DEPTH_WARPS, NUM_STEPS, NUM_WARPS)
+    return activations(even, odd, NUM_STEPS)
 
 
 @gluon.jit

@@ -7,13 +7,15 @@ experts (`normalize`), which is both a softmax renormalised over the chosen ones
 The list is that of `moe/routing.py`, from a table of columns and experts instead of pairs: what a pair needs to know is how many columns before
 it chose its expert, how many experts before its own its column chose, and how many tiles the experts before it have. Three running sums.
 
-Every consumer of a resident step does this for itself, which saves a barrier over the grid; so it is short. In two halves:
+Every consumer of a resident step does this for itself, which saves a barrier over the grid; so it is short. In two halves, and what lies between them:
 
     choose_experts  A warp has a column, a lane consecutive experts. Of K rounds each finds the largest value below that of the round before, by one
                     reduction over the warp's integers; how often it occurs is counted beside that chain. The K-th largest value and how many of its ties
                     are in, the lowest ids, decide. Columns meet once, in a table of bytes in shared memory; where the tiles of each expert end follows
                     in every warp by itself. That is all that the producer of weights needs, and it is left in shared memory.
-    write_list      Pairs, then weights, while the first of the experts' codes are on their way.
+    columns_of_tile The columns of the tile that a consumer begins with, from that table: a list that was just written would come back from L2 behind the
+                    weights that the producer asks for, and the activations of those columns can be asked for only then.
+    write_list      Pairs, then weights, to memory, while the first of the experts' codes and activations are on their way; read for later tiles and by down.
 
 A column's weights are added in an order that depends on the number of experts alone: a lane's consecutive ones, then a tree over lanes.
 
@@ -222,6 +224,27 @@ def choose_experts(logits_ptr, slots_ptr, table, ends, C: gl.constexpr, E: gl.co
     end = gl.associative_scan(tiles, 1, _add)
     ends.store(end)
     return gl.max(gl.sum(tiles, 1), 0), distinct, (kept, end - tiles)
+
+
+@gluon.jit
+def columns_of_tile(table, ends, tile, cell, LAYOUT: gl.constexpr, C: gl.constexpr, EXPERTS: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """The columns of a tile's cells, -1 where there is none: what the list will have, for who cannot wait until it has been to memory and back.
+
+    Behind the barrier that follows `choose_experts`, of the same table and ends. cell: 0..7, of LAYOUT. Of a tile that is not there, anything.
+    """
+    end = ends.load(row_lanes(EXPERTS, NUM_WARPS))
+    expert = gl.minimum(gl.max(gl.sum((end <= tile).to(gl.int32), 1), 0), EXPERTS - 1)
+    first = gl.max(gl.max(gl.where(end <= tile, end, 0), 1), 0)
+    words = table._reinterpret(gl.int32, [C * EXPERTS // 4, 1], row_major(1))
+    left = cell + ((tile - first) << _SHIFT)       # columns of the expert that come before the cell's
+    column = cell * 0 - 1
+    COLUMNS: gl.constexpr = C if C < _COLUMNS else _COLUMNS
+    for c in range(0, C if C == COLUMNS else hidden(gl.to_tensor(C)), COLUMNS):
+        for i in gl.static_range(COLUMNS):      # their words on their way together
+            chose = (words.index((c + i) * (EXPERTS // 4) + (expert >> 2)).load(LAYOUT) >> ((expert & 3) * 8)) & 1
+            column = gl.where((chose != 0) & (left == 0), c + i, column)
+            left -= chose
+    return column
 
 
 @gluon.jit

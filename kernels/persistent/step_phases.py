@@ -13,15 +13,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..moe.device import consume_down, consume_gate_up, first_down_columns
-from ..moe.rolled import first_pairs, parts_at_once, roll_down, roll_gate_up
+from ..moe.rolled import begin_tile, first_pairs, parts_at_once, roll_down, roll_gate_up
 from ..moe.routing import TILE_COLUMNS
-from ..moe.stream import cta_barrier, here, program, row_major, stage_range, tiles_of_ends
+from ..moe.stream import column_lanes, columns_of, cta_barrier, here, program, row_major, stage_range, tiles_of_ends
 from .attention_device import attend, prepare, value_width
 from .attention_rows import operand, staged_rows
 from .fragments import NUM_WARPS
 from .merge_device import merge_columns, spans_of_row
 from .plan import CHUNK, plan_step, words_cache
-from .router import choose_experts, clear_list, write_list, write_weights
+from .router import choose_experts, clear_list, columns_of_tile, write_list, write_weights
 from .sample_device import best_of_column, finish, sample_slices
 from .step_code import SLICES
 from .step_dense import exchange_of
@@ -147,7 +147,7 @@ def _stamp_launch(p, place, PART: gl.constexpr):
 
 @gluon.jit
 def _make_list(m, p, layer, S: gl.constexpr, PART: gl.constexpr):
-    """The choice, a signal to the producer, the list. Returns the number of tiles and the first pairs."""
+    """The choice, a signal to the producer, the list. Returns the number of tiles and what gate and up begin with, which does not wait for the list."""
     number = list_number(_WARPS, S, PART)
     pairs, weights = _list(p, S, PART)
     clear_list(pairs, weights, S.TILES, S.PADDED_TILES, S.PHASE == "gate_up", _WARPS)
@@ -158,24 +158,35 @@ def _make_list(m, p, layer, S: gl.constexpr, PART: gl.constexpr):
     mbarrier.arrive(m[8], count=1)
     if S.ONE_LIST:
         mbarrier.arrive(m[14], count=1)
+    begun = _begin_gate_up(p, _first_columns(table, m[13], num_tiles, S, PART), S)
     written = write_list(p.router_logits, p.words + S.C, table, chosen, num_tiles, p.list_tiles + number, p.list_experts + number * S.TILES, pairs, weights,
                          p.list_counts + number * S.C, S.C, S.E, S.K, S.EXPERTS, S.TILES, S.PADDED_TILES, S.NORMALIZE, S.PHASE == "gate_up", _WARPS,
                          S.router.SPLITS, S.WORDS_CHANGE)
     cta_barrier()   # the pairs are there for all threads
-    pair_g = _first_pairs(pairs, num_tiles, S, PART)
     write_weights(written, weights, S.C, S.E, S.EXPERTS, S.NORMALIZE, _WARPS)
     if S.ONE_LIST:
         cta_barrier()
         mbarrier.arrive(m[15], count=1)
     if number <= 1:
         gl.store(p.distinct + layer, distinct)     # by both consumers of the first program, if both have it: the same
-    return num_tiles, pair_g
+    return num_tiles, begun
 
 
 @gluon.jit
-def _first_pairs(pairs, num_tiles, S: gl.constexpr, PART: gl.constexpr):
+def _first_columns(table, ends, num_tiles, S: gl.constexpr, PART: gl.constexpr):
+    """A pair of each column of the first tile, as `first_pairs`: a list that was just written comes back from L2 behind the weights that are asked for."""
     if S.ROLLED:
-        return first_pairs(pairs, num_tiles, S.up.TILE_STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
+        first, last = stage_range(num_tiles, S.up.TILE_STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
+        column = columns_of_tile(table, ends, first // S.up.TILE_STAGES, columns_of(_WARPS), column_lanes(_WARPS), S.C, S.EXPERTS, _WARPS)
+        return gl.where(first < last, column, -1) * S.K
+    else:
+        return ()
+
+
+@gluon.jit
+def _begin_gate_up(p, pair_g, S: gl.constexpr):
+    if S.ROLLED:
+        return begin_tile(pair_g, p.normed_pairs, S.K, S.up.DEPTH, S.up.DEPTH_WARPS, S.up.NUM_STEPS, _WARPS)
     else:
         return ()
 
@@ -189,9 +200,9 @@ def gate_up_phase(m, p, slot, phase, layer, lists, S: gl.constexpr, PART: gl.con
     if S.ONE_LIST and PART == 1:
         mbarrier.wait(m[15], lists & 1)
         num_tiles = tiles_of_ends(m[13], _WARPS)
-        pair_g = _first_pairs(pairs, num_tiles, S, PART)
+        begun = _begin_gate_up(p, first_pairs(pairs, num_tiles, S.up.TILE_STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS), S)
     else:
-        num_tiles, pair_g = _make_list(m, p, layer, S, PART)
+        num_tiles, begun = _make_list(m, p, layer, S, PART)
     if S.PROFILE and S.PHASE == "gate_up":
         _stamp_launch(p, 1, PART)
         first, last = stage_range(num_tiles, S.up.TILE_STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
@@ -199,7 +210,7 @@ def gate_up_phase(m, p, slot, phase, layer, lists, S: gl.constexpr, PART: gl.con
             mbarrier.wait(m[1].index(slot), phase)
         _stamp_launch(p, 2, PART)
     if S.ROLLED:
-        slot, phase = roll_gate_up(m[0], m[11], exchange_of(m, S, PART), m[1], m[2], slot, phase, pair_g, p.normed_pairs, p.inter, pairs, num_tiles, S.K, S.F,
+        slot, phase = roll_gate_up(m[0], m[11], exchange_of(m, S, PART), m[1], m[2], slot, phase, begun, p.normed_pairs, p.inter, pairs, num_tiles, S.K, S.F,
                                    "silu", S.up.DEPTH, S.up.DEPTH_WARPS, S.up.NUM_STEPS, S.up.PARTS, S.up.TILE_STAGES, S.SLOT_UNITS, S.STAGES, PART,
                                    S.PARTITIONS, S.PROGRAMS, _WARPS)
     else:

@@ -117,8 +117,8 @@ def test_normalized_is_a_softmax_of_the_chosen_logits() -> None:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_where_the_tiles_of_each_expert_end(sizes: tuple[int, int, int]) -> None:
-    """What the producer of weights reads in shared memory: tile m is of the first expert whose tiles end behind m."""
+def test_where_the_tiles_of_each_expert_end_and_the_columns_of_each(sizes: tuple[int, int, int]) -> None:
+    """What is read in shared memory before there is a list: tile m is of the first expert whose tiles end behind m, and of these columns."""
     columns, experts, per_token = sizes
     logits, slots = inputs(columns, experts, seed=5)
     constants = router_constants(num_columns=columns, experts_per_token=per_token, num_experts=experts)
@@ -130,6 +130,12 @@ def test_where_the_tiles_of_each_expert_end(sizes: tuple[int, int, int]) -> None
     chosen = expected.experts_M[:int(expected.num_tiles)]
     assert int(num_tiles) == int(expected.num_tiles) and int(distinct) == len(chosen.unique())
     assert_equal((ends.values[0] <= torch.arange(int(num_tiles), dtype=torch.int32)[:, None]).sum(1).to(torch.int32), chosen)
+    with bitcasts():
+        cells = [device.columns_of_tile(table, ends, tile, torch.arange(8, dtype=torch.int32), None, columns, constants["EXPERTS"], 8)
+                 for tile in range(int(num_tiles))]
+        device.columns_of_tile(table, ends, int(num_tiles), torch.arange(8, dtype=torch.int32), None, columns, constants["EXPERTS"], 8)    # no error
+    pairs = expected.pairs_MC[:int(num_tiles)]
+    assert_equal(torch.stack(cells), pairs.div(per_token, rounding_mode="floor").where(pairs >= 0, -1).to(torch.int32), what="columns")
 
 
 def test_values_that_are_hard_to_order() -> None:
