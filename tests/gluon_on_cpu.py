@@ -162,11 +162,6 @@ def assembly(ptx: str, _constraints: str, operands: list[Any], **_options: Any) 
         pointer, line, lines = operands
         pointer.at(line < lines)
         return line * 0
-    if "bulk.prefetch.L2" in ptx:
-        pointer, stage, end, size = operands
-        pointer.at(stage < end)
-        assert int(size.flatten()[0]) % 16 == 0
-        return stage * 0
     if ptx.startswith("cvt.rn.bf16x2.f32"):
         return operands[0].bfloat16()
     assert ptx.startswith("ex2.approx.ftz"), ptx

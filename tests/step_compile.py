@@ -45,17 +45,16 @@ class Variant:
     form: AttentionForm = FORM
     parts: int = 4
     one_list: bool = False
-    ahead: bool = True
 
     @property
     def code(self) -> dict[str, Any]:
         """Of StepCode."""
-        return {"form": self.form, "parts": self.parts, "one_list": self.one_list, "partitions": 2 // self.per_sm, "ahead": self.ahead}
+        return {"form": self.form, "parts": self.parts, "one_list": self.one_list, "partitions": 2 // self.per_sm}
 
     @property
     def kernel(self) -> dict[str, Any]:
         """Of StepKernel."""
-        return {"form": self.form, "expert_parts": self.parts, "one_list": self.one_list, "per_sm": self.per_sm, "ahead": self.ahead}
+        return {"form": self.form, "expert_parts": self.parts, "one_list": self.one_list, "per_sm": self.per_sm}
 
 
 VARIANTS = {"pairs": Variant(), "rolled": Variant(rolled=True), "two programs": Variant(rolled=True, per_sm=2)}
@@ -64,7 +63,6 @@ OTHERS = {"pairs, 2 parts": replace(VARIANTS["pairs"], parts=2), "pairs, one lis
           "two programs, 2 parts": replace(VARIANTS["two programs"], parts=2),
           "two programs, attention by half": replace(VARIANTS["two programs"], form=replace(FORM, share=2)),
           "two programs, by a quarter": replace(VARIANTS["two programs"], form=replace(FORM, share=4)),
-          "two programs, not ahead": replace(VARIANTS["two programs"], ahead=False), "rolled, not ahead": replace(VARIANTS["rolled"], ahead=False),
           "two programs, merge": replace(VARIANTS["two programs"], form=replace(FORM, last_merges=False))}
 
 

@@ -69,7 +69,7 @@ def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layer
         shape = replace(shape, rolled=True)
         code, draft_code = round_code(shape, draft, layouts=layouts_of_shape(shape, programs=programs), num_columns=num_columns,
                                       programs=programs * variant.per_sm, **variant.code)
-    code = replace(code, ONE_LIST=one_list, AHEAD=False)      # there are no weights here
+    code = replace(code, ONE_LIST=one_list)
     programs *= variant.per_sm
     counts, lock = {"copied": 0, "released": 0}, threading.Lock()
     draw = random.Random(seed)

@@ -260,7 +260,7 @@ def _assembly(modules: dict[str, ModuleType]) -> Callable[..., Any]:
     def run(ptx: str, _constraints: str, operands: list[Any], **_options: Any) -> Any:
         if ptx in known:
             return known[ptx](*operands)
-        if ptx.startswith(("ex2.", "cvt.rn.bf16x2")) or "prefetch" in ptx or ptx == "mov.b32 $0, 0;":
+        if ptx.startswith(("ex2.", "cvt.rn.bf16x2")) or "prefetch.global.L2" in ptx or ptx == "mov.b32 $0, 0;":
             return base.assembly(ptx, _constraints, operands)
         if ptx == "mov.b32 $0, $1;" or "%nctaid.x" in ptx:
             return operands[0]
@@ -312,6 +312,10 @@ class Kernel:
             self._load(name, cheap or {})
         self._asm: Callable[..., Any] = _assembly(self.modules)
 
+    def _meet(self, *operands: Any) -> Any:
+        self.grid.wait()
+        return operands[3] + 1
+
     def _load(self, name: str, cheap: dict[str, dict[str, Any]]) -> ModuleType:
         if name in self.modules:
             return self.modules[name]
@@ -325,7 +329,7 @@ class Kernel:
                 return self._fakes[what]
             full = {1: f"{package.split('.')[-1]}.{what}", 2: what}.get(level, "")
             if full == "persistent.barrier":
-                return SimpleNamespace(step_barrier=lambda *_: self.grid.wait())
+                return SimpleNamespace(step_barrier=self._meet)
             if full in _DEVICE_MODULES:
                 return self._load(full, cheap)
             return builtins.__import__(what, env, local, names, level)

@@ -191,7 +191,8 @@ def words_cache(change):
 def plan_step(slots_ptr, positions_ptr, rows_ptr, num_rows_ptr, spans_ptr, C: gl.constexpr, CLASSES: gl.constexpr, WINDOW: gl.constexpr,
               AT_ONCE: gl.constexpr, PART_COLUMNS: gl.constexpr, NUM_WARPS: gl.constexpr, ahead=0, CAUSAL: gl.constexpr = True,
               CHANGE: gl.constexpr = False):
-    """`plan_ref` by one program. WINDOW: 0 for none. ahead: how many steps the columns are ahead of the positions in memory. CHANGE: whether these do inside a launch."""
+    """`plan_ref` by one program. WINDOW: 0 for none. ahead: how many steps the columns are ahead of the positions in memory. CHANGE: whether these
+    do inside a launch."""
     TABLE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NUM_WARPS, 1], [1, 0])
     me = here(gl.arange(0, C, gl.SliceLayout(1, TABLE)))
     other = here(gl.arange(0, C, gl.SliceLayout(0, TABLE)))

@@ -61,19 +61,6 @@ def stream_rolled(desc, ring, full, empty, slot, phase, first_unit, ITEMS: gl.co
     return slot, phase
 
 
-@gluon.jit
-def bring_ahead(words_ptr, layer, W: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr):
-    """Into the L2 cache, by the producer: what its consumer reads of a matrix of `layer` and the ring does not hold at once, up to 32 stages. The memory has
-    nothing else to do while programs meet and attend with full rings."""
-    OF_ITEM: gl.constexpr = W.NUM_BLOCKS // W.STAGE_BLOCKS
-    WORDS: gl.constexpr = 2 * W.STAGE_BLOCKS * _UNIT_BYTES // 4
-    first, last = deal(gl.to_tensor(W.ITEMS), 1, PART, PARTITIONS, PROGRAMS)
-    stage = first * OF_ITEM + STAGES + gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    at = words_ptr + (layer.to(gl.int64) * (W.UNITS * _UNIT_BYTES // 4) + stage.to(gl.int64) * WORDS)
-    ptx: gl.constexpr = "{ .reg .pred p; setp.lt.s32 p, $2, $3; @p cp.async.bulk.prefetch.L2.global [$1], $4; mov.b32 $0, 0; }"
-    gl.inline_asm_elementwise(ptx, "=r,l,r,r,r", [at, stage, stage * 0 + last * OF_ITEM, stage * 0 + WORDS * 4], dtype=gl.int32, is_pure=False, pack=1)
-
-
 # --- activations ---
 
 

@@ -110,7 +110,7 @@ class StepCode:
     QUERIES: int
     LAST_MERGES: bool
     PART_COLUMNS: int
-    ATTENDING: int          # programs with items of attention
+    ATTENDING: int          # consumers with items of attention
     SCALE: float
     QK_EPS: float
     QK_NORM: bool
@@ -151,16 +151,14 @@ class StepCode:
     SQUARES: int            # places for parts of a column's sum of squares
     TABLE_UNITS: int        # of a consumer's table of who chose whom
     KEYS_HALF: int          # half of the largest head whose keys there is memory for
-    AHEAD: bool             # the producer brings weights behind the ring into the L2 cache
     WORDS_CHANGE: bool = False     # the columns' words, inside a launch
 
     @staticmethod
     def of(shape: StepShape, *, layouts: dict[str, Any], num_columns: int, programs: int, phase: str = "all", profile: bool = False,
            parts: int = 4, rolled: bool = True, one_list: bool = False, form: AttentionForm = FORM, partitions: int = 2,
-           ahead: bool = True, alike: tuple[DenseLayout, ...] = ()) -> "StepCode":
+           alike: tuple[DenseLayout, ...] = ()) -> "StepCode":
         """layouts: of qkv, out, router, head (DenseLayout), gate_up and down (FragmentLayout). parts: 1, 2 or 4 stages of experts between two sums over the
-        warps; rolled: in one body of code; one_list: only one consumer of an SM chooses experts, and has the other wait. ahead: weights that the ring does not hold yet come into the
-        L2 cache before they are copied (rolled only). programs: all,
+        warps; rolled: in one body of code; one_list: only one consumer of an SM chooses experts, and has the other wait. programs: all,
         partitions: consumers of each; one consumer takes a model whose shape is `rolled`. alike: rolled matrices of others that share the kernel's ring.
 
         Errors: NotImplementedError for experts whose activations two consumers cannot hold, and as `router_constants`.
@@ -201,7 +199,7 @@ class StepCode:
         return StepCode(
             PHASE=phase, PROGRAMS=programs, PARTITIONS=partitions, PROFILE=profile, C=num_columns, COLUMN_TILES=num_columns // 8, D=shape.hidden_size,
             V=shape.vocab_size, EPS=shape.rms_eps, H=heads.num_heads, G=heads.num_kv_heads, HALF=half, KEYS=form.keys, QUERIES=form.queries,
-            LAST_MERGES=form.last_merges, PART_COLUMNS=form.part_columns(heads), ATTENDING=programs // form.share,
+            LAST_MERGES=form.last_merges, PART_COLUMNS=form.part_columns(heads), ATTENDING=programs * (partitions if shape.rolled else 1) // form.share,
             SCALE=heads.scale, QK_EPS=heads.rms_eps or 0.0,
             QK_NORM=heads.rms_eps is not None, WINDOW=heads.window or 0, CLASSES=num_classes(shape.max_length), E=shape.num_experts,
             K=shape.experts_per_token, F=shape.expert_hidden,
@@ -213,7 +211,7 @@ class StepCode:
             AREA_UNITS=max(-(-attention // AREA_UNIT), product_units), PRODUCT_UNITS=product_units, STAGE_BLOCKS=dense["qkv"].STAGE_BLOCKS, X_STAGES=x_stages,
             DENSE_EXCHANGE_UNIT=x_stages * dense["qkv"].STAGE_BLOCKS * _CHUNK_UNITS, SQUARES=max(32, next_power_of_2(-(-shape.hidden_size // TILE_ROWS))),
             EXCHANGE_UNIT=exchange_unit, EXCHANGE_UNITS=exchange_units,
-            QUERY_UNIT=values // AREA_UNIT, TABLE_UNITS=table_units, KEYS_HALF=half, AHEAD=ahead and shape.rolled)
+            QUERY_UNIT=values // AREA_UNIT, TABLE_UNITS=table_units, KEYS_HALF=half)
 
     def expert_stages(self) -> tuple[Stages, Stages]:
         """Of gate and up, and of down, as their descriptors are made."""
@@ -243,8 +241,6 @@ class Pointers(NamedTuple):
     """Every tensor that the kernel is given an address of, by name; the comment is what it points to."""
 
     words: Any              # i32 [8, C]: StepInputs
-    qkv_words: Any          # i32: the weights, which are copied by descriptors
-    out_words: Any          # i32
     embedding: Any          # bf16
     attention_norm: Any     # bf16
     experts_norm: Any       # bf16
@@ -296,7 +292,7 @@ POINTER_TYPES = Pointers(**{name: f"*{kind}" for kind, names in {
     "bf16": "embedding attention_norm experts_norm norm qk_norm cache mixed normed inter features",
     "fp32": "cos sin residual qkv router_logits list_weights partials squares span_mixed span_stats logits best",
     "i64": "stamps",
-    "i32": "words qkv_words out_words pages mixed_pairs normed_pairs list_tiles list_experts list_pairs list_counts inter_pairs plan_rows plan_num_rows plan_spans arrivals "
+    "i32": "words pages mixed_pairs normed_pairs list_tiles list_experts list_pairs list_counts inter_pairs plan_rows plan_num_rows plan_spans arrivals "
            "taps best_ids next distinct barrier fault stop ring_tokens ring_count host_stop",
 }.items() for name in names.split()})
 DTYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32, "*i64": torch.int64, "*i32": torch.int32}

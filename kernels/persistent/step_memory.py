@@ -63,7 +63,7 @@ class StepMemory:
         """Everything that the kernel is given an address of."""
         w, s, space = weights, state, state.attention
         found = Pointers(
-            words=self.words_8C, qkv_words=w.qkv.words, out_words=w.out.words, embedding=w.embedding_VD, attention_norm=w.attention_norm_LD, experts_norm=w.experts_norm_LD, norm=w.norm_D,
+            words=self.words_8C, embedding=w.embedding_VD, attention_norm=w.attention_norm_LD, experts_norm=w.experts_norm_LD, norm=w.norm_D,
             qk_norm=w.attention_norm_LD if w.qk_norm_LHK is None else w.qk_norm_LHK, cos=s.cos_NK, sin=s.sin_NK, cache=s.cache, pages=s.pages_SP,
             residual=s.residual_CD, qkv=s.qkv_SCW, squares=self.squares_CP, mixed=s.mixed_CW, mixed_pairs=s.mixed_CW.view(torch.int32), normed=s.normed_CD,
             normed_pairs=s.normed_CD.view(torch.int32), router_logits=s.router_logits_SCE, list_tiles=self.list_tiles_R, list_experts=self.list_experts_RM,
