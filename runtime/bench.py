@@ -153,7 +153,7 @@ def _bench_rounds(options: BenchOptions, *, graph: ModelGraph, directory: Path |
         raise ValueError(f"layers: the draft taps {len(taps)} layers; got {num_layers}.")
     if max(taps) >= num_layers:     # of a few layers others are tapped
         taps = tuple(range(num_layers - len(taps), num_layers))
-    shape = step_shape(graph, num_layers=num_layers, max_length=length, rolled=True, taps=taps)
+    shape = step_shape(graph, num_layers=num_layers, max_length=length, taps=taps)
     stream = _introduce(options, shape, graph, directory, say=say, machine=machine, what="rounds with a draft head")
     weights = _weights(options, shape, graph, directory, machine=machine)
     if directory is None:

@@ -211,7 +211,7 @@ def _load_persistent(directory: Path, *, taps: tuple[int, ...], num_slots: int, 
     assert gpu is not None, "the choice has seen a GPU"
     config = read_json(directory / "config.json")
     graph = graph_of(config, where=str(directory))
-    shape = step_shape(graph, taps=taps, rolled=True)
+    shape = step_shape(graph, taps=taps)
     draft_shape = None if model is None else require_rounds(model, max_length=shape.max_length)
     weights = read_step_weights(directory, graph=graph, config=config, shape=shape, device="cuda", programs=gpu.num_sms)
     draft = None if model is None else draft_weights(model, embedding_VD=weights.embedding_VD, max_length=shape.max_length, device="cuda")

@@ -1,7 +1,7 @@
-"""Which page of the key/value cache holds which 64 positions of which sequence.
+"""Which page of the key/value cache holds which 128 positions of which sequence.
 
-A page is 64 positions of all layers and heads, the chunk that attention reads, so any free page serves any sequence and nothing fragments: at most
-63 positions of a sequence's last page are unused. A sequence has a slot, a row of the page table that kernels read; the table's row lists its pages
+A page is 128 positions of all layers and heads, the chunk that attention reads, so any free page serves any sequence and nothing fragments: at most
+127 positions of a sequence's last page are unused. A sequence has a slot, a row of the page table that kernels read; the table's row lists its pages
 in order of position.
 
 Pages are taken before the positions are computed and given back when a rejected draft or the end of a sequence frees them. What a page
@@ -10,7 +10,7 @@ held before does not matter: no position is read before it is written.
 
 from collections.abc import Sequence
 
-PAGE = 64
+PAGE = 128
 UNUSED = -1
 
 
@@ -26,7 +26,7 @@ def pages_for(length: int) -> int:
 class PagePool:
     """All pages of a cache, the free ones and those of open sequences.
 
-    Units: `num_pages` pages of 64 positions, at most `num_slots` sequences, of at most `max_length` positions each.
+    Units: `num_pages` pages of 128 positions, at most `num_slots` sequences, of at most `max_length` positions each.
     """
 
     def __init__(self, *, num_pages: int, num_slots: int, max_length: int) -> None:

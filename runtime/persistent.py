@@ -72,7 +72,7 @@ class PersistentExecutor:
     """Weights, pages and runners; sequences come from `open`.
 
     make_runner: of a state, and of the draft's where there is one; a runner is made for every width when it is first needed.
-    num_columns: of the widest step, of 8, 16, 32 and 64. num_pages: of 64 positions, for all sequences together.
+    num_columns: of the widest step, of 8, 16, 32 and 64. num_pages: of 128 positions, for all sequences together.
     picks: whether runners pick tokens so; where not, they are picked from the logits on the host, and it is said once.
     draft: a draft head for rounds, if the runners have it.
     Errors: ValueError for numbers that do not fit together.

@@ -12,9 +12,8 @@ from .graph import ModelGraph
 from .weights import CheckpointTensors
 
 
-def step_shape(graph: ModelGraph, *, taps: tuple[int, ...] = (), num_layers: int | None = None, max_length: int | None = None,
-               rolled: bool = False) -> StepShape:
-    """The shape of a graph; with fewer layers or a shorter context if asked so. rolled: as a kernel of rounds wants its matrices.
+def step_shape(graph: ModelGraph, *, taps: tuple[int, ...] = (), num_layers: int | None = None, max_length: int | None = None) -> StepShape:
+    """The shape of a graph; with fewer layers or a shorter context if asked so. Its dense matrices are packed for rolled products: the faster form.
 
     Errors: NotImplementedError for sizes that no kernel is built for.
     """
@@ -23,7 +22,7 @@ def step_shape(graph: ModelGraph, *, taps: tuple[int, ...] = (), num_layers: int
         hidden_size=graph.hidden_size, num_layers=num_layers or graph.num_layers, heads=heads, num_experts=graph.num_experts,
         experts_per_token=graph.experts_per_token, expert_hidden=graph.expert_hidden, normalize_router_weights=graph.normalize_router_weights,
         rms_eps=graph.rms_eps, rope_theta=graph.rope_theta, vocab_size=graph.vocab_size, max_length=max_length or graph.max_length, taps=taps,
-        rolled=rolled)
+        rolled=True)
     for matrix in ("qkv", "out", "router", "head"):
         shape.dense_layout(matrix)
     return shape

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kilotok.kernels.moe.product import SWIZZLE_NONE
-from kilotok.kernels.persistent.attention import FORM, AttentionForm, Heads
+from kilotok.kernels.persistent.attention import FORM, FORM_OF_TWO, AttentionForm, Heads
 from kilotok.kernels.persistent.fragments import NUM_WARPS
 from kilotok.kernels.persistent.model import MATRICES, StepShape
 from kilotok.kernels.persistent.step_code import POINTER_TYPES, StepCode, launch_options
@@ -57,13 +57,13 @@ class Variant:
         return {"form": self.form, "expert_parts": self.parts, "one_list": self.one_list, "per_sm": self.per_sm}
 
 
-VARIANTS = {"pairs": Variant(), "rolled": Variant(rolled=True), "two programs": Variant(rolled=True, per_sm=2)}
+VARIANTS = {"pairs": Variant(), "rolled": Variant(rolled=True), "two programs": Variant(rolled=True, per_sm=2, form=FORM_OF_TWO)}
 # more of them, for a benchmark: of the same bits as the one that they are made from, but for attention's
 OTHERS = {"pairs, 2 parts": replace(VARIANTS["pairs"], parts=2), "pairs, one list": replace(VARIANTS["pairs"], one_list=True),
           "two programs, 2 parts": replace(VARIANTS["two programs"], parts=2),
-          "two programs, attention by half": replace(VARIANTS["two programs"], form=replace(FORM, share=2)),
-          "two programs, by a quarter": replace(VARIANTS["two programs"], form=replace(FORM, share=4)),
-          "two programs, merge": replace(VARIANTS["two programs"], form=replace(FORM, last_merges=False))}
+          "two programs, attention by half": replace(VARIANTS["two programs"], form=replace(FORM_OF_TWO, share=2)),
+          "two programs, by a quarter": replace(VARIANTS["two programs"], form=replace(FORM_OF_TWO, share=4)),
+          "two programs, merge": replace(VARIANTS["two programs"], form=replace(FORM_OF_TWO, last_merges=False))}
 
 
 def code_of(shape: StepShape, *, num_columns: int = 8, phase: str = "all", programs: int = 132, profile: bool = False,

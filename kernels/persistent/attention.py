@@ -5,7 +5,7 @@ column's key and value to the cache, and softmax attention over the cache up to 
 
     norm, rope    in fp32 from the raw values; then queries, keys and values are rounded to bf16, once
     scores        bf16 products summed in fp32, times head_dim**-0.5 * log2(e) in fp32; weights are powers of two of them
-    a span        its chunks of 64 in order with a running maximum; weights are rounded to bf16 for the product and for their sum
+    a span        its chunks of 128 in order with a running maximum; weights are rounded to bf16 for the product and for their sum
     spans         added in order, each times 2**(its maximum - the largest); one division and one rounding to bf16 at the end
 
 A column's operations and their order depend on its position alone (plan.py), so its bits do not change with the number of columns, with its
@@ -73,14 +73,14 @@ class Heads:
 class AttentionForm:
     """How the device code is built. Results of different forms differ in their last bits."""
 
-    keys: int = CHUNK           # positions in flight
+    keys: int = CHUNK           # positions in flight: 128, or 64 for two programs an SM
     queries: int = 16           # query rows of an item: 16, 32 or 64
     last_merges: bool = True    # partial results are added by the last item of a run and head; else by all programs, behind a barrier
     share: int = 1              # in a step one of so many programs has items, the first ones; the others have nothing to do but stream
 
     def __post_init__(self) -> None:
-        if self.keys != CHUNK or self.queries not in (16, 32, 64) or self.share < 1:
-            raise ValueError(f"AttentionForm: keys are {CHUNK}, queries 16, 32 or 64, share is 1 or more; got {self.keys}, {self.queries}, {self.share}.")
+        if self.keys not in (64, CHUNK) or self.queries not in (16, 32, 64) or self.share < 1:
+            raise ValueError(f"AttentionForm: keys are 64 or {CHUNK}, queries 16, 32 or 64, share is 1 or more; got {self.keys}, {self.queries}, {self.share}.")
 
     def part_columns(self, heads: Heads) -> int:
         """The most columns of an item."""
@@ -95,6 +95,7 @@ class AttentionForm:
 
 
 FORM = AttentionForm()
+FORM_OF_TWO = AttentionForm(keys=64)    # for two programs an SM
 
 
 def rope_table(*, head_dim: int, theta: float, max_length: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
@@ -132,7 +133,7 @@ def attention_ref(qkv_CW: Tensor, step: Step, *, heads: Heads, cache: Tensor, co
                   dtype: torch.dtype = torch.float32, sees_C: Tensor | None = None) -> Tensor:
     """Mixed values [C, H * K] in `dtype`; the columns' keys and values are stored in `cache`. Dead columns are zeros.
 
-    Shapes: qkv_CW [C, (H + 2 G) K], raw, queries first; cache [P, 2, G, 64, K]; qk_norm [H + G, K], the queries' norms, then the keys'.
+    Shapes: qkv_CW [C, (H + 2 G) K], raw, queries first; cache [P, 2, G, 128, K]; qk_norm [H + G, K], the queries' norms, then the keys'.
     rounded: what queries, keys, values, weights and the result are rounded to; None leaves them in `dtype`. round_weights: False leaves the last two.
     keys: positions whose weights are rounded to bf16 against one maximum, `AttentionForm.keys`.
     sees_C: int32, the last position that a column sees; None: its own. A draft's slots see their whole block.

@@ -62,7 +62,7 @@ def value_width(half):
 
 @gluon.jit
 def make_buffers(HALF: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr):
-    """Shared memory of `attend`, for a head of 128: 32 KB for 64 keys, and 0.75 KB for every query row."""
+    """Shared memory of `attend`, for a head of 128: 64 KB for 128 keys, and 0.75 KB for every query row."""
     VALUES: gl.constexpr = value_width(HALF)
     k = gl.allocate_shared_memory(gl.bfloat16, [2 * KEYS // 8, 8, HALF], operand(HALF))
     v = gl.allocate_shared_memory(gl.bfloat16, [VALUES // 64 * KEYS // 8, 8, 64], operand(64))
@@ -77,7 +77,7 @@ def make_buffers(HALF: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr):
 @gluon.jit
 def _item(pages_ptr, rows_ptr, num_pages, item, items, G: gl.constexpr, HALF: gl.constexpr):
     """What there is to know of an item: (first column of the run, columns before and in the item, position of the run, slot, first and end chunk, span, spans,
-    where its keys begin in a cache [page, keys | values, G, 64, head dimension]); behind the last item zeros."""
+    where its keys begin in a cache [page, keys | values, G, 128, head dimension]); behind the last item zeros."""
     there = item < items
     row = rows_ptr + item // G * _FIELDS
     first_column = gl.load(row, mask=there, other=0)

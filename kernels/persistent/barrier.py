@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Where all programs of a resident step wait for each other.
 
-A counter whose top bit turns when all have come, as in `moe/layer.py`: it needs no reset and may wrap. Of two consumers of a program the first adds for both,
-once the second has joined it: the fewer add to one address, the sooner all have. The wait is bounded. A program that polls in vain
+A counter whose top bit turns when all have come, as in `moe/layer.py`: it needs no reset and may wrap. The wait is bounded. A program that polls in vain
 for `polls` rounds (about 0.7 us each) sets the fault word and goes on with whatever is there; the others look at the fault word now and then while they
 poll, so that after one fault all of them run to their ends at once instead of waiting out every barrier of the model. What such a step gives is not
 valid, and the host says so.
@@ -10,7 +9,6 @@ valid, and the host says so.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..moe.stream import cta_barrier, program
 
@@ -26,15 +24,12 @@ mov.u32 $0, 0;
 setp.eq.u32 p, $2, 0;
 @p ld.relaxed.gpu.global.u32 $0, [$1];
 }""")
-
-
-def _wait_ptx(add: str) -> str:
-    return f"""{{
+_WAIT_PTX = gl.constexpr(f"""{{
 .reg .pred p; .reg .b32 now, polls;
 mov.u32 $0, 0; mov.u32 polls, 0;
 setp.ne.u32 p, $3, 0;
 @p bra DONE;
-{add}
+red.release.gpu.global.add.u32 [$1], $2;
 POLL:
 ld.acquire.gpu.global.u32 now, [$1];
 xor.b32 now, now, $6;
@@ -53,34 +48,22 @@ GIVE_UP:
 mov.u32 $0, 1;
 DONE:
 bar.warp.sync 0xffffffff;
-}}"""
-
-
-_ADD_AND_WAIT = gl.constexpr(_wait_ptx("red.release.gpu.global.add.u32 [$1], $2;"))
-_WAIT = gl.constexpr(_wait_ptx(""))
+}}""")
 
 
 @gluon.jit
-def step_barrier(barrier_ptr, fault_ptr, joined, waits, polls, PART: gl.constexpr, PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Everything written before it by the consumers of any program can be read after it. All programs must be resident.
-
-    joined: an mbarrier of two consumers, of one arrival; waits: how many barriers this consumer has passed in this launch. Returns one more.
-    """
+def step_barrier(barrier_ptr, fault_ptr, polls, PART: gl.constexpr, PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """Everything written before it by the consumers of any program can be read after it. All programs must be resident."""
     thread = gl.arange(0, NUM_WARPS * 32, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
     zeros = thread * 0
     counter = zeros.to(gl.int64) + barrier_ptr.to(gl.int64, bitcast=True)
     before_ptx: gl.constexpr = _BEFORE_PTX
     before = gl.inline_asm_elementwise(before_ptx, "=r,l,r", [counter, thread], dtype=gl.int32, is_pure=False, pack=1)
     cta_barrier()
-    if PARTITIONS == 2:
-        if PART == 1:
-            mbarrier.arrive(joined, count=1)
-        else:
-            mbarrier.wait(joined, waits & 1)
-    added = gl.where(program(NUM_WARPS) == 0, 0x7FFFFFFF - (PROGRAMS - 2), 1)     # with the 1s of all others 2**31
-    ptx: gl.constexpr = _ADD_AND_WAIT if PART == 0 else _WAIT
+    number = program(NUM_WARPS) * PARTITIONS + PART
+    added = gl.where(number == 0, 0x7FFFFFFF - (PROGRAMS * PARTITIONS - 2), 1)     # with the 1s of all others 2**31
+    ptx: gl.constexpr = _WAIT_PTX
     gave_up = gl.inline_asm_elementwise(ptx, "=&r,l,r,r,l,r,r", [counter, zeros + added, thread, zeros.to(gl.int64) + fault_ptr.to(gl.int64, bitcast=True),
                                                                  zeros + polls, before], dtype=gl.int32, is_pure=False, pack=1)
     gl.store(fault_ptr + zeros, gave_up, mask=gave_up != 0)
     cta_barrier()
-    return waits + 1

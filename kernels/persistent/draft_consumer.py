@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..moe.stream import hidden
+from .barrier import step_barrier
 from .draft_choose import accept_phase, choose_phase, draft_sample_phase
 from .draft_dense import DOWN, DRAFT_HEAD, DRAFT_OUT, DRAFT_QKV, END, FC, GATE_UP, KEYS, next_matrix, round_matrix_of, round_product, words_of
 from .draft_phases import (
@@ -18,7 +19,7 @@ from .draft_phases import (
     prepare_draft_attention,
 )
 from .fragments import NUM_WARPS
-from .step_consumer import another_step, ask, meet_all, stamp, wait_for_all, wait_for_list
+from .step_consumer import another_step, ask, stamp, wait_for_all, wait_for_list
 from .step_dense import HEAD, QKV, ROUTER, begin_matrix, live_of
 from .step_phases import (
     add_phase,
@@ -36,25 +37,28 @@ _WARPS = gl.constexpr(NUM_WARPS)
 
 
 @gluon.jit
-def _attention(m, p, q, kind, layer, at, waits, table_width, cache_pages, polls, S: gl.constexpr, T: gl.constexpr, PART: gl.constexpr):
+def _attention(m, p, q, kind, layer, at, table_width, cache_pages, polls, S: gl.constexpr, T: gl.constexpr, PART: gl.constexpr):
     """Attention behind a product of queries, keys and values, the target's or the draft's."""
     if kind == QKV:
-        item = prepare_attention(m, p, layer, table_width, cache_pages, S, PART)
-        waits = wait_for_all(m, p, polls, at, waits, S, PART)
-        attention_phase(m, p, item, layer, table_width, cache_pages, S, PART)
+        if PART == 0:
+            item = prepare_attention(m, p, layer, table_width, cache_pages, S)
+        wait_for_all(p, polls, at, S, PART)
+        if PART == 0:
+            attention_phase(m, p, item, layer, table_width, cache_pages, S)
         if not S.LAST_MERGES:
             spans = spans_to_merge(p, S, PART)
-            waits = meet_all(m, p, polls, waits, S, PART)
+            step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
             merge_phase(p, spans, S, PART)
     else:
-        item = prepare_draft_attention(m, p, q, layer, table_width, cache_pages, S, T, PART)
-        waits = wait_for_all(m, p, polls, at, waits, S, PART)
-        draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, S, T, PART)
+        if PART == 0:
+            item = prepare_draft_attention(m, p, q, layer, table_width, cache_pages, S, T)
+        wait_for_all(p, polls, at, S, PART)
+        if PART == 0:
+            draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, S, T)
         if not S.LAST_MERGES:
             spans = draft_spans_to_merge(p, q, S, T, PART)
-            waits = meet_all(m, p, polls, waits, S, PART)
+            step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
             draft_merge_phase(p, q, spans, S, T, PART)
-    return waits
 
 
 @gluon.jit
@@ -66,7 +70,6 @@ def _all_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cach
     phase = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     asked = gl.to_tensor(0)
-    waits = gl.to_tensor(0)
     number = gl.to_tensor(0)
     another = gl.to_tensor(1)
     live = gl.to_tensor(0)
@@ -86,40 +89,40 @@ def _all_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cach
                     draft_embed_phase(p, q, S, T, PART)
             matrix, more = round_matrix_of(p, q, kind, layer, S, T)
             begun = begin_matrix(matrix, S, PART)
-            waits = wait_for_all(m, p, polls, at, waits, S, PART)
+            wait_for_all(p, polls, at, S, PART)
             at += 1
             if kind == FC:
                 live = live_of(words_of(p, kind, S), 0, S)
             slot, phase = round_product(m, p, q, slot, phase, live, kind, matrix, more, begun, S, PART)
             if (kind == QKV) | (kind == DRAFT_QKV):
-                waits = _attention(m, p, q, kind, layer, at, waits, table_width, cache_pages, polls, S, T, PART)
+                _attention(m, p, q, kind, layer, at, table_width, cache_pages, polls, S, T, PART)
                 at += 1
             if kind == ROUTER:
-                waits = wait_for_all(m, p, polls, at, waits, S, PART)
+                wait_for_all(p, polls, at, S, PART)
                 wait_for_list(m, done, asked, S, PART)
                 slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, number * num_layers + layer, S, PART)
                 asked += 1
-                waits = wait_for_all(m, p, polls, at + 1, waits, S, PART)
+                wait_for_all(p, polls, at + 1, S, PART)
                 slot, phase = down_phase(m, p, slot, phase, columns, S, PART)
-                waits = wait_for_all(m, p, polls, at + 2, waits, S, PART)
+                wait_for_all(p, polls, at + 2, S, PART)
                 add_phase(p, layer, num_taps, S, PART)
                 at += 3
             if (kind == HEAD) | (kind == DRAFT_HEAD):
-                waits = wait_for_all(m, p, polls, at, waits, S, PART)
+                wait_for_all(p, polls, at, S, PART)
                 if kind == HEAD:
                     sample_phase(p, gl.to_tensor(0), S, PART)
                 else:
                     draft_sample_phase(p, q, S, PART)
-                waits = wait_for_all(m, p, polls, at + 1, waits, S, PART)
+                wait_for_all(p, polls, at + 1, S, PART)
                 at += 2
                 if kind == HEAD:
                     accept_phase(p, q, number, drafts, assumed, S, T, PART)
                 else:
                     choose_phase(p, q, S, T, PART)
-                    waits = wait_for_all(m, p, polls, at, waits, S, PART)
+                    wait_for_all(p, polls, at, S, PART)
                     at += 1
             if kind == KEYS:
-                waits = wait_for_all(m, p, polls, at, waits, S, PART)
+                wait_for_all(p, polls, at, S, PART)
                 append_phase(p, q, table_width, cache_pages, S, T, PART)
                 at += 1
             kind, layer = next_matrix(kind, layer, num_layers, draft_layers)
@@ -147,8 +150,9 @@ def consume_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, c
     elif T.PHASE == "draft_qkv":
         _launch(m, p, q, layer, DRAFT_QKV, S, T, PART)
     elif T.PHASE == "draft_attention":
-        item = prepare_draft_attention(m, p, q, layer, table_width, cache_pages, S, T, PART)
-        draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, S, T, PART)
+        if PART == 0:
+            item = prepare_draft_attention(m, p, q, layer, table_width, cache_pages, S, T)
+            draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, S, T)
     elif T.PHASE == "draft_merge":
         draft_merge_phase(p, q, draft_spans_to_merge(p, q, S, T, PART), S, T, PART)
     elif T.PHASE == "draft_out":

@@ -25,7 +25,7 @@ from ..moe.stream import row_major
 from .attention_rows import operand
 from .draft_consumer import consume_rounds
 from .fragments import NUM_WARPS
-from .step_device import make_consumer, stream_experts, stream_layer, stream_matrix
+from .step_device import make_consumer, stream_experts, stream_matrix
 
 _WARPS = gl.constexpr(NUM_WARPS)
 
@@ -35,6 +35,9 @@ def _round_producer(d, m, p, num_layers, draft_layers, layer, drafts, S: gl.cons
     (qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_scales_desc, down_codes_desc, down_scales_desc, draft_qkv_desc, draft_out_desc,
      draft_gate_up_desc, draft_down_desc, fc_desc, keys_desc) = d
     ring, full, empty, up_scales, down_scales, go, done, word, ends = m
+    QKV: gl.constexpr = S.qkv
+    OUT: gl.constexpr = S.out
+    ROUTER: gl.constexpr = S.router
     HEAD: gl.constexpr = S.head
     UP: gl.constexpr = S.up
     DOWN: gl.constexpr = S.down
@@ -60,7 +63,9 @@ def _round_producer(d, m, p, num_layers, draft_layers, layer, drafts, S: gl.cons
                     slot, phase = stream_matrix(draft_down_desc, ring, full, empty, slot, phase, number, DRAFT_DOWN, S, PART)
                 slot, phase = stream_matrix(head_desc, ring, full, empty, slot, phase, 0, HEAD, S, PART)
             for number in range(num_layers):
-                slot, phase = stream_layer(qkv_desc, out_desc, router_desc, ring, full, empty, slot, phase, number, S, PART)
+                slot, phase = stream_matrix(qkv_desc, ring, full, empty, slot, phase, number, QKV, S, PART)
+                slot, phase = stream_matrix(out_desc, ring, full, empty, slot, phase, number, OUT, S, PART)
+                slot, phase = stream_matrix(router_desc, ring, full, empty, slot, phase, number, ROUTER, S, PART)
                 taken += 1
                 mbarrier.wait(go, taken & 1)
                 slot, phase = stream_experts(up_codes_desc, up_scales_desc, ring, up_scales, full, empty, slot, phase, ends, p, number, UP, S, PART)
@@ -97,10 +102,8 @@ def round_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_s
     if T.PHASE == "draft_attention":
         keys = gl.allocate_shared_memory(gl.bfloat16, [2 * S.KEYS // 8, 8, S.KEYS_HALF], operand(S.KEYS_HALF))
         area = gl.allocate_shared_memory(gl.bfloat16, [S.AREA_UNITS, 8, 64], operand(64))
-        for_both = (area, area, area, area, area, area, area, keys)
-        consume_rounds(for_both, p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, S, T, 0)
-        if S.PARTITIONS == 2:
-            consume_rounds(for_both, p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, S, T, 1)
+        consume_rounds((area, area, area, area, area, area, area, keys), p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer,
+                       num_taps, drafts, assumed, S, T, 0)
     elif not T.STREAMS:
         consume_rounds((), p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, S, T, 0)
         if S.PARTITIONS == 2:
@@ -129,15 +132,11 @@ def round_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_s
                 ends_1 = gl.allocate_shared_memory(gl.int32, [1, S.EXPERTS], row_major(2))
             listed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
             mbarrier.init(listed, count=1)
-            joined = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-            mbarrier.init(joined, count=1)
-            keys_1 = gl.allocate_shared_memory(gl.bfloat16, [2 * S.KEYS // 8, 8, S.KEYS_HALF], operand(S.KEYS_HALF))
-            area_1 = gl.allocate_shared_memory(gl.bfloat16, [S.AREA_UNITS, 8, 64], operand(64))
+            area_1 = gl.allocate_shared_memory(gl.bfloat16, [S.PRODUCT_UNITS, 8, 64], operand(64))
             gl.warp_specialize([
-                (consume_rounds, ((ring, full, empty, area, met, met, met, keys, go, done, word, up_scales, down_scales, ends, go_1, listed, done_1, joined), p, q,
+                (consume_rounds, ((ring, full, empty, area, met, met, met, keys, go, done, word, up_scales, down_scales, ends, go_1, listed, done_1), p, q,
                                   num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, S, T, 0)),
-                (consume_rounds, ((ring_1, full_1, empty_1, area_1, met, met, met, keys_1, go_1, done_1, word, up_scales_1, down_scales_1, ends_1, go,
-                                   listed, done, joined),
+                (consume_rounds, ((ring_1, full_1, empty_1, area_1, met, met, met, keys, go_1, done_1, word, up_scales_1, down_scales_1, ends_1, go, listed),
                                   p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, S, T, 1)),
                 (_round_producer, (d, (ring, full, empty, up_scales, down_scales, go, done, word, ends), p, num_layers, draft_layers, layer, drafts, S, T, 0)),
                 (_round_producer, (d, (ring_1, full_1, empty_1, up_scales_1, down_scales_1, go_1, done_1, word, ends_1), p, num_layers, draft_layers, layer,

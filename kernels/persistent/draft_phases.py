@@ -15,7 +15,7 @@ from .attention_rows import load
 from .fragments import NUM_WARPS
 from .merge_device import merge_columns, nothing, row_lanes, spans_of_row
 from .plan import CHUNK, plan_step
-from .step_phases import attending, attention_buffers, keys_of, leave_squares, program_list
+from .step_phases import attention_buffers, keys_of, leave_squares, program_list
 
 _WARPS = gl.constexpr(NUM_WARPS)
 _CHUNK = gl.constexpr(CHUNK)
@@ -54,11 +54,11 @@ def draft_embed_phase(p, q, S: gl.constexpr, T: gl.constexpr, PART: gl.constexpr
         leave_squares(p, column, block % BLOCKS, value, live, S)
     if PART == 0:
         if program(_WARPS) == S.PROGRAMS - 1:
-            plan_step(words + S.C, words + 2 * S.C, q.plan_rows, q.plan_num_rows, q.plan_spans, S.C, T.CLASSES, T.WINDOW, S.ATTENDING // T.G, T.PART_COLUMNS,
+            plan_step(words + S.C, words + 2 * S.C, q.plan_rows, q.plan_num_rows, q.plan_spans, S.C, T.CLASSES, T.WINDOW, S.PROGRAMS // T.G, T.PART_COLUMNS,
                       _WARPS, 0, T.CAUSAL, True)
 
 
-# --- attention ---
+# --- attention, by the first consumer of an SM ---
 
 
 @gluon.jit
@@ -72,17 +72,17 @@ def _norms_of(q, layer, T: gl.constexpr):
 
 
 @gluon.jit
-def prepare_draft_attention(m, p, q, layer, table_width, cache_pages, S: gl.constexpr, T: gl.constexpr, PART: gl.constexpr):
+def prepare_draft_attention(m, p, q, layer, table_width, cache_pages, S: gl.constexpr, T: gl.constexpr):
     """What does not need this layer's queries, keys and values, ahead of the barrier."""
     return prepare(keys_of(m, T.HALF, S), _norms_of(q, layer, T), _cache_of(q, layer, cache_pages, T), p.pages, q.plan_rows, q.plan_num_rows, table_width,
-                   attending(S, PART), T.H, T.G, T.HALF, True, S.KEYS, _WARPS)
+                   program(_WARPS), T.H, T.G, T.HALF, True, S.KEYS, _WARPS)
 
 
 @gluon.jit
-def draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, S: gl.constexpr, T: gl.constexpr, PART: gl.constexpr):
+def draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, S: gl.constexpr, T: gl.constexpr):
     """item: of `prepare_draft_attention`. The block's own keys and values lie in the cache until those of its committed columns' features do."""
     attend(item, attention_buffers(m, T.HALF, T.QUERY_UNIT, S), q.qkv, _norms_of(q, layer, T), q.cos, q.sin, _cache_of(q, layer, cache_pages, T), p.pages,
-           q.plan_rows, q.span_mixed, q.span_stats, q.arrivals, q.mixed, table_width, attending(S, PART), p.stamps, S.ATTENDING, S.C, T.H, T.G, T.HALF, T.SCALE,
+           q.plan_rows, q.span_mixed, q.span_stats, q.arrivals, q.mixed, table_width, program(_WARPS), p.stamps, S.PROGRAMS, S.C, T.H, T.G, T.HALF, T.SCALE,
            T.QK_EPS, True, T.WINDOW, S.LAST_MERGES, S.KEYS, S.QUERIES, T.qkv.SPLITS, False, _WARPS, T.CAUSAL)
 
 

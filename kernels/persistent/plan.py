@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """The work of a step's attention: which part of which sequence's cache is one item.
 
-The cache is read in chunks of 64 positions, and chunks are grouped into spans. Both are absolute: where they begin depends on the position
+The cache is read in chunks of 128 positions, and chunks are grouped into spans. Both are absolute: where they begin depends on the position
 alone, never on how long a sequence is or who else is there. The first 32 chunks are spans of their own, so a short context is spread
 over many programs; from there every doubling of the context has 16 spans, so a long one does not drown in partial results:
 
@@ -27,7 +27,7 @@ from triton.experimental.gluon import language as gl
 
 from ..moe.stream import here
 
-CHUNK = 64
+CHUNK = 128
 SINGLES = 32
 PER_DOUBLING = 16
 RUN_COLUMNS = 8     # the most columns of one sequence

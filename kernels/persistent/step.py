@@ -17,7 +17,7 @@ from triton.runtime.errors import OutOfResources
 
 from ..moe.product import descriptors as expert_descriptors
 from ..moe.product import num_programs
-from .attention import FORM, AttentionForm
+from .attention import FORM, FORM_OF_TWO, AttentionForm
 from .barrier import SECONDS_OF_POLLS
 from .dense import descriptor
 from .model import StepInputs, StepState, StepWeights
@@ -40,7 +40,7 @@ class StepKernel:
     """A model's step for one number of columns, with its descriptors and memory, ready to launch.
 
     max_steps: rows of the token ring. polls: rounds that a program waits at a barrier, about 0.7 us each. profile: time every phase of the resident kernel.
-    expert_parts, rolled, one_list: forms of the code, of the same bits (`StepCode.of`). form: of attention; None for what fits.
+    expert_parts, rolled, one_list: forms of the code of the experts, of the same bits (`StepCode.of`). form: of attention; None for what fits.
     per_sm: programs an SM, 1 of two consumers or 2 of one; the latter take a shape with `rolled`, and give its bits in either form.
     Errors: NotImplementedError on anything but sm_90, or for a model that does not fit its registers or shared memory; ValueError for another per_sm.
     """
@@ -63,7 +63,7 @@ class StepKernel:
         self.weights, self.state, self.shape, self.max_steps, self.polls = weights, state, shape, max_steps, polls
         self.programs = num_programs(device) * per_sm
         self.code = self._make_code(num_columns=state.num_columns, programs=self.programs, profile=profile, parts=expert_parts, rolled=rolled,
-                                    one_list=one_list, form=form or FORM, partitions=2 // per_sm)
+                                    one_list=one_list, form=form or (FORM if per_sm == 1 else FORM_OF_TWO), partitions=2 // per_sm)
         self._fits = per_sm == 1        # two programs an SM: asked when the kernel is built
         self._descriptors = (*(descriptor(weight) for weight in (weights.qkv, weights.out, weights.router, weights.head)),
                              *self._expert_descriptors(weights))

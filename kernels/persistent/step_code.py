@@ -110,7 +110,7 @@ class StepCode:
     QUERIES: int
     LAST_MERGES: bool
     PART_COLUMNS: int
-    ATTENDING: int          # consumers with items of attention
+    ATTENDING: int          # programs with items of attention
     SCALE: float
     QK_EPS: float
     QK_NORM: bool
@@ -199,7 +199,7 @@ class StepCode:
         return StepCode(
             PHASE=phase, PROGRAMS=programs, PARTITIONS=partitions, PROFILE=profile, C=num_columns, COLUMN_TILES=num_columns // 8, D=shape.hidden_size,
             V=shape.vocab_size, EPS=shape.rms_eps, H=heads.num_heads, G=heads.num_kv_heads, HALF=half, KEYS=form.keys, QUERIES=form.queries,
-            LAST_MERGES=form.last_merges, PART_COLUMNS=form.part_columns(heads), ATTENDING=programs * (partitions if shape.rolled else 1) // form.share,
+            LAST_MERGES=form.last_merges, PART_COLUMNS=form.part_columns(heads), ATTENDING=programs // form.share,
             SCALE=heads.scale, QK_EPS=heads.rms_eps or 0.0,
             QK_NORM=heads.rms_eps is not None, WINDOW=heads.window or 0, CLASSES=num_classes(shape.max_length), E=shape.num_experts,
             K=shape.experts_per_token, F=shape.expert_hidden,

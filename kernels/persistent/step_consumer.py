@@ -41,17 +41,9 @@ def stamp(p, place, S: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def meet_all(m, p, polls, waits, S: gl.constexpr, PART: gl.constexpr):
-    JOINED: gl.constexpr = 17 if S.PARTITIONS == 2 else 5
-    return step_barrier(p.barrier, p.fault, m[JOINED], waits, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
-
-
-@gluon.jit
-def wait_for_all(m, p, polls, place, waits, S: gl.constexpr, PART: gl.constexpr):
-    """waits: how many were before. Returns one more."""
-    waits = meet_all(m, p, polls, waits, S, PART)
+def wait_for_all(p, polls, place, S: gl.constexpr, PART: gl.constexpr):
+    step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
     stamp(p, place, S, PART)
-    return waits
 
 
 @gluon.jit
@@ -90,7 +82,6 @@ def _all_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, nu
     phase = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     asked = gl.to_tensor(0)
-    waits = gl.to_tensor(0)
     step = gl.to_tensor(0)
     another = gl.to_tensor(1)
     live = live_of(p.words, 0, S)
@@ -101,36 +92,38 @@ def _all_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, nu
             at = layer * _STAMPS
             norm = load_norm(p.residual, p.attention_norm + layer * S.D, S.qkv.DEPTH, S.qkv.DEPTH_WARPS, S.qkv.NUM_BLOCKS, S.qkv.SPLITS * S.qkv.PAIRS, PART, 2,
                              _WARPS)
-            waits = wait_for_all(m, p, polls, at, waits, S, PART)
+            wait_for_all(p, polls, at, S, PART)
             slot, phase, turn = qkv_phase(m, p, slot, phase, turn, live, norm, S, PART)
-            item = prepare_attention(m, p, layer, table_width, cache_pages, S, PART)
-            waits = wait_for_all(m, p, polls, at + 1, waits, S, PART)
-            attention_phase(m, p, item, layer, table_width, cache_pages, S, PART)
+            if PART == 0:
+                item = prepare_attention(m, p, layer, table_width, cache_pages, S)
+            wait_for_all(p, polls, at + 1, S, PART)
+            if PART == 0:
+                attention_phase(m, p, item, layer, table_width, cache_pages, S)
             if not S.LAST_MERGES:
                 spans = spans_to_merge(p, S, PART)
-                waits = meet_all(m, p, polls, waits, S, PART)
+                step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
                 merge_phase(p, spans, S, PART)
-            waits = wait_for_all(m, p, polls, at + 2, waits, S, PART)
+            wait_for_all(p, polls, at + 2, S, PART)
             slot, phase, turn = out_phase(m, p, slot, phase, turn, live, S, PART)
             norm = load_norm(p.residual, p.experts_norm + layer * S.D, S.router.DEPTH, S.router.DEPTH_WARPS, S.router.NUM_BLOCKS,
                              S.router.SPLITS * S.router.PAIRS, PART, 2, _WARPS)
-            waits = wait_for_all(m, p, polls, at + 3, waits, S, PART)
+            wait_for_all(p, polls, at + 3, S, PART)
             slot, phase, turn = router_phase(m, p, slot, phase, turn, live, norm, S, PART)
-            waits = wait_for_all(m, p, polls, at + 4, waits, S, PART)
+            wait_for_all(p, polls, at + 4, S, PART)
             wait_for_list(m, done, asked, S, PART)
             slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, step * num_layers + layer, S, PART)
             asked += 1
-            waits = wait_for_all(m, p, polls, at + 5, waits, S, PART)
+            wait_for_all(p, polls, at + 5, S, PART)
             slot, phase = down_phase(m, p, slot, phase, columns, S, PART)
-            waits = wait_for_all(m, p, polls, at + 6, waits, S, PART)
+            wait_for_all(p, polls, at + 6, S, PART)
             add_phase(p, layer, num_taps, S, PART)
         at = num_layers * _STAMPS
         norm = load_norm(p.residual, p.norm, S.head.DEPTH, S.head.DEPTH_WARPS, S.head.NUM_BLOCKS, S.head.SPLITS * S.head.PAIRS, PART, 2, _WARPS)
-        waits = wait_for_all(m, p, polls, at, waits, S, PART)
+        wait_for_all(p, polls, at, S, PART)
         slot, phase, turn = head_phase(m, p, slot, phase, turn, live, norm, S, PART)
-        waits = wait_for_all(m, p, polls, at + 1, waits, S, PART)
+        wait_for_all(p, polls, at + 1, S, PART)
         sample_phase(p, step, S, PART)
-        waits = wait_for_all(m, p, polls, at + 2, waits, S, PART)
+        wait_for_all(p, polls, at + 2, S, PART)
         finish_phase(p, step, S, PART)
         another, turn = another_step(word, met, turn, p, step, num_steps, S, PART)
         step += 1
@@ -146,7 +139,6 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
     phase = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     asked = gl.to_tensor(0)
-    waits = gl.to_tensor(0)
     step = gl.to_tensor(0)
     another = gl.to_tensor(1)
     live = live_of(p.words, 0, S)
@@ -162,28 +154,30 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
                 kind = kind * 0 + HEAD
             matrix = matrix_of(p, kind, layer, S)
             begun = begin_matrix(matrix, S, PART)
-            waits = wait_for_all(m, p, polls, at, waits, S, PART)
+            wait_for_all(p, polls, at, S, PART)
             slot, phase = rolled_phase(m, p, slot, phase, live, kind, matrix, begun, S, PART)
             if kind == QKV:
-                item = prepare_attention(m, p, layer, table_width, cache_pages, S, PART)
-                waits = wait_for_all(m, p, polls, at + 1, waits, S, PART)
-                attention_phase(m, p, item, layer, table_width, cache_pages, S, PART)
+                if PART == 0:
+                    item = prepare_attention(m, p, layer, table_width, cache_pages, S)
+                wait_for_all(p, polls, at + 1, S, PART)
+                if PART == 0:
+                    attention_phase(m, p, item, layer, table_width, cache_pages, S)
                 if not S.LAST_MERGES:
                     spans = spans_to_merge(p, S, PART)
-                    waits = meet_all(m, p, polls, waits, S, PART)
+                    step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
                     merge_phase(p, spans, S, PART)
             if kind == ROUTER:
-                waits = wait_for_all(m, p, polls, at + 1, waits, S, PART)
+                wait_for_all(p, polls, at + 1, S, PART)
                 wait_for_list(m, done, asked, S, PART)
                 slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, step * num_layers + layer, S, PART)
                 asked += 1
-                waits = wait_for_all(m, p, polls, at + 2, waits, S, PART)
+                wait_for_all(p, polls, at + 2, S, PART)
                 slot, phase = down_phase(m, p, slot, phase, columns, S, PART)
-                waits = wait_for_all(m, p, polls, at + 3, waits, S, PART)
+                wait_for_all(p, polls, at + 3, S, PART)
                 add_phase(p, layer, num_taps, S, PART)
-        waits = wait_for_all(m, p, polls, head_at + 1, waits, S, PART)
+        wait_for_all(p, polls, head_at + 1, S, PART)
         sample_phase(p, step, S, PART)
-        waits = wait_for_all(m, p, polls, head_at + 2, waits, S, PART)
+        wait_for_all(p, polls, head_at + 2, S, PART)
         finish_phase(p, step, S, PART)
         another, turn = another_step(word, met, turn, p, step, num_steps, S, PART)
         step += 1
@@ -216,8 +210,9 @@ def consume(m, p, num_layers, num_steps, table_width, cache_pages, polls, layer,
                              _WARPS)
             qkv_phase(m, p, zero, zero, zero, live, norm, S, PART)
         elif S.PHASE == "attention":
-            item = prepare_attention(m, p, layer, table_width, cache_pages, S, PART)
-            attention_phase(m, p, item, layer, table_width, cache_pages, S, PART)
+            if PART == 0:
+                item = prepare_attention(m, p, layer, table_width, cache_pages, S)
+                attention_phase(m, p, item, layer, table_width, cache_pages, S)
         elif S.PHASE == "merge":
             merge_phase(p, spans_to_merge(p, S, PART), S, PART)
         elif S.PHASE == "out" and S.ROLLED_DENSE:

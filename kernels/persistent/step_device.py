@@ -58,17 +58,6 @@ def stream_matrix(desc, ring, full, empty, slot, phase, layer, W: gl.constexpr, 
 
 
 @gluon.jit
-def stream_layer(qkv_desc, out_desc, router_desc, ring, full, empty, slot, phase, layer, S: gl.constexpr, PART: gl.constexpr):
-    """The dense matrices of a layer."""
-    QKV: gl.constexpr = S.qkv
-    OUT: gl.constexpr = S.out
-    ROUTER: gl.constexpr = S.router
-    slot, phase = stream_matrix(qkv_desc, ring, full, empty, slot, phase, layer, QKV, S, PART)
-    slot, phase = stream_matrix(out_desc, ring, full, empty, slot, phase, layer, OUT, S, PART)
-    return stream_matrix(router_desc, ring, full, empty, slot, phase, layer, ROUTER, S, PART)
-
-
-@gluon.jit
 def stream_experts(codes_desc, scales_desc, ring, scale_ring, full, empty, slot, phase, ends, p, layer, W: gl.constexpr, S: gl.constexpr, PART: gl.constexpr):
     if S.PHASE == "down":
         number = list_number(1, S, PART)
@@ -100,7 +89,9 @@ def _producer(d, m, p, num_layers, layer, S: gl.constexpr, PART: gl.constexpr):
         mbarrier.arrive(done, count=1)
         while another != 0:
             for number in range(num_layers):
-                slot, phase = stream_layer(qkv_desc, out_desc, router_desc, ring, full, empty, slot, phase, number, S, PART)
+                slot, phase = stream_matrix(qkv_desc, ring, full, empty, slot, phase, number, QKV, S, PART)
+                slot, phase = stream_matrix(out_desc, ring, full, empty, slot, phase, number, OUT, S, PART)
+                slot, phase = stream_matrix(router_desc, ring, full, empty, slot, phase, number, ROUTER, S, PART)
                 taken += 1
                 mbarrier.wait(go, taken & 1)
                 slot, phase = stream_experts(up_codes_desc, up_scales_desc, ring, up_scales, full, empty, slot, phase, ends, p, number, UP, S, PART)
@@ -159,10 +150,7 @@ def step_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_sc
     elif S.PHASE == "attention":
         keys = gl.allocate_shared_memory(gl.bfloat16, [2 * S.KEYS // 8, 8, S.HALF], operand(S.HALF))
         area = gl.allocate_shared_memory(gl.bfloat16, [S.AREA_UNITS, 8, 64], operand(64))
-        for_both = (area, area, area, area, area, area, area, keys)
-        consume(for_both, p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, S, 0)
-        if S.PARTITIONS == 2:
-            consume(for_both, p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, S, 1)
+        consume((area, area, area, area, area, area, area, keys), p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, S, 0)
     else:
         ring, full, empty, up_scales, down_scales, go, done = make_consumer(qkv_desc, up_scales_desc, down_scales_desc, S)
         ends = gl.allocate_shared_memory(gl.int32, [1, S.EXPERTS], row_major(2))      # of the column tiles of experts
@@ -188,17 +176,14 @@ def step_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_sc
             mbarrier.init(listed, count=1)
             pair = gl.allocate_shared_memory(gl.float32, [2 * S.PAIR_TILES * 128], row_major(1))
             squares = gl.allocate_shared_memory(gl.float32, [2 * _WARPS * 8], row_major(1))
-            joined = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-            mbarrier.init(joined, count=1)
-            keys_1 = gl.allocate_shared_memory(gl.bfloat16, [2 * S.KEYS // 8, 8, S.HALF], operand(S.HALF))
             area_1 = area
             if S.ROLLED_DENSE:
-                area_1 = gl.allocate_shared_memory(gl.bfloat16, [S.AREA_UNITS, 8, 64], operand(64))
+                area_1 = gl.allocate_shared_memory(gl.bfloat16, [S.PRODUCT_UNITS, 8, 64], operand(64))
             gl.warp_specialize([
-                (consume, ((ring, full, empty, area, pair, met, squares, keys, go, done, word, up_scales, down_scales, ends, go_1, listed, done_1, joined),
+                (consume, ((ring, full, empty, area, pair, met, squares, keys, go, done, word, up_scales, down_scales, ends, go_1, listed, done_1),
                              p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, S, 0)),
-                (consume, ((ring_1, full_1, empty_1, area_1, pair, met, squares, keys_1, go_1, done_1, word, up_scales_1, down_scales_1, ends_1, go,
-                              listed, done, joined), p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, S, 1)),
+                (consume, ((ring_1, full_1, empty_1, area_1, pair, met, squares, keys, go_1, done_1, word, up_scales_1, down_scales_1, ends_1, go,
+                              listed), p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, S, 1)),
                 (_producer, (d, (ring, full, empty, up_scales, down_scales, go, done, word, ends), p, num_layers, layer, S, 0)),
                 (_producer, (d, (ring_1, full_1, empty_1, up_scales_1, down_scales_1, go_1, done_1, word, ends_1), p, num_layers, layer, S, 1)),
             ], [_WARPS, 1, 1], [96, 24, 24])

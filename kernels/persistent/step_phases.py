@@ -63,7 +63,7 @@ def attention_buffers(m, HALF: gl.constexpr, QUERY_UNIT: gl.constexpr, S: gl.con
     return keys, v, q, weights
 
 
-# --- attention ---
+# --- attention, by the first consumer of an SM ---
 
 
 @gluon.jit
@@ -77,26 +77,26 @@ def _norms_of(p, layer, S: gl.constexpr):
 
 
 @gluon.jit
-def attending(S: gl.constexpr, PART: gl.constexpr):
-    """A consumer's number among those with items, or one that has none. The first ones lie on different SMs."""
-    number = PART * S.PROGRAMS + program(_WARPS)
-    if S.ATTENDING < S.PROGRAMS * S.PARTITIONS:
+def _attending(S: gl.constexpr):
+    """A program's number among those with items, or one that has none."""
+    number = program(_WARPS)
+    if S.ATTENDING < S.PROGRAMS:
         number = gl.where(number < S.ATTENDING, number, 0x3FFFFFFF)
     return number
 
 
 @gluon.jit
-def prepare_attention(m, p, layer, table_width, cache_pages, S: gl.constexpr, PART: gl.constexpr):
+def prepare_attention(m, p, layer, table_width, cache_pages, S: gl.constexpr):
     """What does not need this layer's queries, keys and values, ahead of the barrier."""
     return prepare(keys_of(m, S.HALF, S), _norms_of(p, layer, S), _cache_of(p, layer, cache_pages, S), p.pages, p.plan_rows, p.plan_num_rows, table_width,
-                   attending(S, PART), S.H, S.G, S.HALF, S.QK_NORM, S.KEYS, _WARPS)
+                   _attending(S), S.H, S.G, S.HALF, S.QK_NORM, S.KEYS, _WARPS)
 
 
 @gluon.jit
-def attention_phase(m, p, item, layer, table_width, cache_pages, S: gl.constexpr, PART: gl.constexpr):
+def attention_phase(m, p, item, layer, table_width, cache_pages, S: gl.constexpr):
     """item: of `prepare_attention`."""
     attend(item, attention_buffers(m, S.HALF, S.QUERY_UNIT, S), p.qkv, _norms_of(p, layer, S), p.cos, p.sin, _cache_of(p, layer, cache_pages, S), p.pages,
-           p.plan_rows, p.span_mixed, p.span_stats, p.arrivals, p.mixed, table_width, attending(S, PART), p.stamps, S.ATTENDING, S.C, S.H, S.G, S.HALF, S.SCALE,
+           p.plan_rows, p.span_mixed, p.span_stats, p.arrivals, p.mixed, table_width, _attending(S), p.stamps, S.ATTENDING, S.C, S.H, S.G, S.HALF, S.SCALE,
            S.QK_EPS, S.QK_NORM, S.WINDOW, S.LAST_MERGES, S.KEYS, S.QUERIES, S.qkv.SPLITS, False, _WARPS)
 
 

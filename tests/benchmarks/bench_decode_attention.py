@@ -40,7 +40,7 @@ EXPERTS = {"Qwen3-30B-A3B": (128, 8), "SmolLM2-MoE": (8, 2), "pocket": (8, 2)}
 COLD_BYTES = 2**29         # of all caches, at least: far more than the L2 cache, as the weights of a step push them out too
 MOST_LAYERS = 512
 CASES = ((1, 1), (1, 8), (8, 1))    # sequences, columns of each
-FORMS = tuple(AttentionForm(queries=queries, last_merges=last) for queries in (16, 32, 64)
+FORMS = tuple(AttentionForm(keys=keys, queries=queries, last_merges=last) for keys, queries in ((128, 16), (64, 16), (128, 32), (128, 64))
               for last in (True, False))
 STAGES = ("start", "queries", "weights", "mixed", "partial", "merged")
 

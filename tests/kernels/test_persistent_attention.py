@@ -28,7 +28,7 @@ MIXED = ((1, 126), (1, 127), (1, 128), DEAD, (0, 4250), DEAD, (2, 0), (2, 1))
 NEAR = tuple((slot, 600 if slot == 0 else position) for slot, position in MIXED)
 BLOCK = tuple((0, 253 + t) for t in range(8))
 # The one that a step takes first, the one of two programs an SM, and one whose items have all columns of a run.
-FORMS = (AttentionForm(), AttentionForm(last_merges=False), AttentionForm(queries=64))
+FORMS = (AttentionForm(), AttentionForm(keys=64, last_merges=False), AttentionForm(queries=64))
 
 
 def window(name: str, size: int) -> Heads:
@@ -46,8 +46,8 @@ def test_the_twin_equals_the_reference_executor(monkeypatch: pytest.MonkeyPatch)
     cos, sin = rope_table(head_dim=g.head_dim, theta=g.rope_theta, max_length=g.max_length)
     assert_equal(cos.double(), executor.cos)
     assert_equal(sin.double(), executor.sin)
-    pages = torch.randperm(5).to(torch.int32).view(1, 5)
-    caches = [torch.full(heads.cache_shape(5), torch.nan, dtype=torch.float64) for _ in range(g.num_layers)]
+    pages = torch.randperm(4).to(torch.int32).view(1, 4)
+    caches = [torch.full(heads.cache_shape(4), torch.nan, dtype=torch.float64) for _ in range(g.num_layers)]
     original, compared = ReferenceSequence._attention, 0
 
     def compare(self: ReferenceSequence, h: Tensor, index: int, step: Any) -> Tensor:
@@ -65,7 +65,7 @@ def test_the_twin_equals_the_reference_executor(monkeypatch: pytest.MonkeyPatch)
     ids = torch.randint(g.vocab_size, (270,), generator=torch.Generator().manual_seed(1)).tolist()
     sequence = executor.open()
     sequence.read(ids[:125])
-    for token in ids[125:131]:      # over a chunk's end
+    for token in ids[125:131]:
         sequence.read([token])
     sequence.read(ids[131:])
     assert compared == 270 * g.num_layers
@@ -78,8 +78,8 @@ def test_spans_are_absolute_and_cover_every_chunk_once() -> None:
     chunks = [chunk for span in range(num_spans(2048 * CHUNK)) for chunk in range(*chunks_of(span))]
     assert chunks == list(range(2048))
     assert all(chunks_of(span_of(chunk))[0] <= chunk < chunks_of(span_of(chunk))[1] for chunk in chunks)
-    assert [num_spans(n * CHUNK // 128) for n in (2, 128, 130, 4096, 4098, 32768, 131072)] == [1, 1, 2, 32, 33, 80, 112]
-    assert [num_classes(n * CHUNK // 128) for n in (2, 4096, 4098, 8192, 8194, 32768)] == [1, 1, 2, 2, 3, 4]
+    assert [num_spans(n) for n in (1, 128, 129, 4096, 4097, 32768, 131072)] == [1, 1, 2, 32, 33, 80, 112]
+    assert [num_classes(n) for n in (1, 4096, 4097, 8192, 8193, 32768)] == [1, 1, 2, 2, 3, 4]
 
 
 def columns_of(rng: random.Random, num_columns: int, max_length: int) -> list[tuple[int, int]]:
@@ -204,8 +204,8 @@ def test_what_would_write_outside_is_refused_before_a_launch() -> None:
         (lambda: call(space=dataclasses.replace(space, arrivals=space.arrivals[1:])), "the workspace's arrivals must be"),
         (lambda: plan_columns(seven, heads=case.heads, workspace=space, max_length=4864), "a step has 8, 16, 32, 64 columns"),
         (lambda: AttentionWorkspace.of(case.heads, num_columns=12, max_length=4864, device=case.cache.device) and None, "got 12"),
-        (lambda: AttentionForm(keys=32) and None, "keys are 64, queries 16, 32 or 64, share is 1 or more; got 32, 16, 1"),
-        (lambda: AttentionForm(share=0) and None, "share is 1 or more; got 64, 16, 0"),
+        (lambda: AttentionForm(keys=32) and None, "keys are 64 or 128, queries 16, 32 or 64, share is 1 or more; got 32, 16, 1"),
+        (lambda: AttentionForm(share=0) and None, "share is 1 or more; got 128, 16, 0"),
         (lambda: Heads(num_heads=9, num_kv_heads=4, head_dim=64) and None, "num_heads must be a multiple"),
         (lambda: Heads(num_heads=8, num_kv_heads=4, head_dim=64, window=0) and None, "window must be at least 1"),
     )
@@ -228,7 +228,7 @@ def test_compiled_for_sm_90(name: str, num_columns: int, form: AttentionForm) ->
     attend, merge = build_attend(heads, num_columns=num_columns, form=form, maxnreg=168), build_merge(heads, num_columns=num_columns)
     assert merge.stack_bytes == merge.local_bytes == attend.local_bytes == 0, f"spills: {attend}, {merge}"
     assert attend.stack_bytes <= (256 if form.queries == 64 else 0), f"spills: {attend}"
-    assert attend.shared_bytes <= {16: 43, 64: 64}[form.queries] * 1024, str(attend)
+    assert attend.shared_bytes <= {(128, 16): 77, (64, 16): 43, (128, 64): 102}[form.keys, form.queries] * 1024, str(attend)
     width = max(64, heads.head_dim)
     assert attend.ptx.count("wgmma.mma_async") == heads.head_dim // 16 + form.keys // 16
     # Sixteen bytes each, the number that is read in a register: the others are zeros. Keys of the first item, keys and values of every block.

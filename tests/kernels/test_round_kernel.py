@@ -71,7 +71,7 @@ def test_resident_rounds_are_the_twins(name: str) -> None:
 
 def test_every_phase_is_the_twins() -> None:
     """Launches, each from the memory that the one before left, over a page's end; then the resident kernel's bits. Attention is merged by all."""
-    run = RoundsOnCpu("one layer", partitions=1, programs=2, form=AttentionForm(last_merges=False))
+    run = RoundsOnCpu("one layer", partitions=1, programs=2, form=AttentionForm(keys=64, last_merges=False))
     case = run.case(context=125)
     assert {name for name, _ in run.round_plan()} == {*ROUND_PHASES, *PHASES} - {"finish"}
     inputs = case.inputs(seed=1, limit=5, temperature=3.0)

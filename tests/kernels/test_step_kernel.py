@@ -69,8 +69,8 @@ class OnCpu:
 
 
 def state_of(shape: StepShape, num_columns: int) -> StepState:
-    state = StepState.of(shape, num_columns=num_columns, num_slots=num_columns, num_pages=8 * num_columns, device="cpu")
-    state.pages_SP.copy_(torch.randperm(8 * num_columns, generator=torch.Generator().manual_seed(5), dtype=torch.int32).view(num_columns, -1))
+    state = StepState.of(shape, num_columns=num_columns, num_slots=num_columns, num_pages=4 * num_columns, device="cpu")
+    state.pages_SP.copy_(torch.randperm(4 * num_columns, generator=torch.Generator().manual_seed(5), dtype=torch.int32).view(num_columns, -1))
     return state
 
 

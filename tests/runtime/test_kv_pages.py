@@ -15,7 +15,7 @@ def pool(num_pages: int = 8, num_slots: int = 3, max_length: int = 5 * PAGE) -> 
 
 def test_a_page_is_the_chunk_that_attention_reads() -> None:
     assert PAGE == CHUNK
-    assert [pages_for(n) for n in (0, 1, PAGE, PAGE + 1, 2 * PAGE)] == [0, 1, 1, 2, 2]
+    assert [pages_for(n) for n in (0, 1, 128, 129, 256)] == [0, 1, 1, 2, 2]
 
 
 def test_pages_come_as_positions_need_them() -> None:
@@ -46,8 +46,8 @@ def test_errors_change_nothing() -> None:
     p.append(a, 3 * PAGE)
     before = p.table(), p.num_free, p.length(b)
     for call, error, words in (
-        (lambda: p.append(b, PAGE + 1), OutOfPages, f"need 2 pages of {PAGE}, and 1 of 4 are free"),
-        (lambda: p.append(a, 3 * PAGE), ValueError, f"more than the context of {5 * PAGE}"),
+        (lambda: p.append(b, PAGE + 1), OutOfPages, "need 2 pages of 128, and 1 of 4 are free"),
+        (lambda: p.append(a, 3 * PAGE), ValueError, "more than the context of 640"),
         (lambda: p.append(a, -1), ValueError, "not negative; got -1"),
         (lambda: p.rewind(b, 1), ValueError, r"rewind must be to 0\.\.0"),
         (lambda: p.append(2, 1), ValueError, r"slot 2 is not open; open are \[0, 1\]"),

@@ -17,8 +17,8 @@ from kilotok.runtime.batching import BatchExecutor
 from kilotok.runtime.kv_pages import OutOfPages
 from kilotok.runtime.persistent import Chunk, PersistentExecutor, PersistentSequence, ResidentRunner
 
-IDS = torch.randint(TINY.vocab_size, (2 * CHUNK + 30,), generator=torch.Generator().manual_seed(0)).tolist()
-PROMPT = IDS[:2 * CHUNK - 6]     # trees cross into the third page
+IDS = torch.randint(TINY.vocab_size, (CHUNK + 30,), generator=torch.Generator().manual_seed(0)).tolist()
+PROMPT = IDS[:CHUNK - 6]         # trees cross into the second page
 FORKED = DraftTree(token_ids=(70, 81, 92, 92, 15, 70, 8, 9), parents=(ANCHOR, ANCHOR, 0, 1, 3, 4, 5, 5))
 DEEP = build_tree(torch.randn(12, TINY.vocab_size, generator=torch.Generator().manual_seed(1)), budget=20, branches=3)
 
@@ -148,21 +148,21 @@ def test_what_does_not_fit_the_context_or_the_vocabulary_is_refused_and_reading_
 
 
 def test_slots_and_pages_run_out_with_a_clear_error_and_closing_gives_them_back() -> None:
-    executor, _ = twin_executor(num_slots=3, num_pages=6)
+    executor, _ = twin_executor(num_slots=3, num_pages=4)
     first, second, third = (executor.open() for _ in range(3))
     with pytest.raises(OutOfPages, match=r"^kv pages: all 3 sequence slots are taken\."):
         executor.open()
     first.read(IDS)
     second.read(IDS)
-    with pytest.raises(OutOfPages, match="need 1 pages of 64, and 0 of 6 are free"):
+    with pytest.raises(OutOfPages, match="need 1 pages of 128, and 0 of 4 are free"):
         third.read([1])
     first.close()
     third.read([1])
-    assert executor.pool.num_free == 2
+    assert executor.pool.num_free == 1
     for sequence in (second, third):
         sequence.close()
-    assert executor.pool.num_free == 6 and executor.fits([300, 1]) and not executor.fits([300, 65]) and not executor.fits([1, 1, 1, 1])
-    with pytest.raises(ValueError, match=r"^executor: a sequence of the whole context \(300\) takes 5 pages of 64 positions; got 2\."):
+    assert executor.pool.num_free == 4 and executor.fits([300, 1]) and not executor.fits([300, 129]) and not executor.fits([1, 1, 1, 1])
+    with pytest.raises(ValueError, match=r"^executor: a sequence of the whole context \(300\) takes 3 pages of 128 positions; got 2\."):
         twin_executor(num_pages=2)
     with pytest.raises(ValueError, match=r"^executor: a step has 8, 16, 32, 64 columns; got 12\."):
         twin_executor(num_columns=12)
