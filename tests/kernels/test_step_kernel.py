@@ -1,5 +1,6 @@
 """The step kernel without a GPU: its composition in threads against the twin, its counts at the sizes of real models, and what the compiler makes of it."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import pytest
 import step_on_cpu
 import torch
+from conftest import ROOT
 from moe_compile import mma_loops
+from round_compile import round_code_of
 from step_checks import Case, check_ends, check_phases, check_resident
 from step_compile import SHAPES, VARIANTS, build_step, layouts_of_shape
 from step_counts import count_stages
@@ -19,7 +22,7 @@ from kilotok.kernels.mx.layouts import choose_layout
 from kilotok.kernels.persistent import Heads, StepInputs, StepRef, StepShape, StepState, StepWeights, step
 from kilotok.kernels.persistent.attention import FORM
 from kilotok.kernels.persistent.step import StepKernel, layer_phases
-from kilotok.kernels.persistent.step_code import PHASES, REGISTERS_OF_TWO, SHARED_BYTES, SHARED_BYTES_OF_TWO, StepCode, layouts_of
+from kilotok.kernels.persistent.step_code import PHASES, REGISTERS_OF_TWO, SHARED_BYTES, SHARED_BYTES_OF_TWO, DenseCode, ExpertCode, StepCode, layouts_of
 from kilotok.kernels.persistent.step_memory import StepMemory
 from kilotok.kernels.sampling import gumbel_noise_ref
 
@@ -194,7 +197,7 @@ def test_after_a_fault_the_kernel_ends() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "variant"), [("Qwen3-30B-A3B", "pairs"), ("SmolLM2-MoE", "rolled"), ("Qwen3-30B-A3B", "two programs")])
+@pytest.mark.parametrize(("name", "variant"), [("Qwen3-30B-A3B", "rolled"), ("SmolLM2-MoE", "two programs")])
 def test_producers_and_consumers_agree_at_the_sizes_of_real_models(name: str, variant: str) -> None:
     """Every sixth of 132 or 264 programs, and the last, to the end of two steps (of one layer; of Qwen3 with a small head), with routing lists that differ
     from consumer to consumer."""
@@ -271,18 +274,28 @@ def test_the_devices_noise_is_the_twins(monkeypatch: pytest.MonkeyPatch) -> None
 # --- what the compiler makes of it ---
 
 
+def test_device_code_is_given_numbers() -> None:
+    """Triton 3.6 takes no string and no object among a code's fields as an argument of a function; 3.7 does. The name of a phase is only compared."""
+    matrices = set[str]()
+    for code in round_code_of("pocket"):
+        assert {name for name, value in vars(code).items() if not isinstance(value, (int, float, DenseCode, ExpertCode))} == {"PHASE"}
+        matrices |= {name for name, value in vars(code).items() if isinstance(value, (DenseCode, ExpertCode))}
+    given = re.compile(rf"[(,] ?[ST]\.({'|'.join(matrices)}|PHASE)[,)]")
+    lines = [(path.name, line) for path in (ROOT / "kernels" / "persistent").glob("*.py") for line in path.read_text().splitlines()]
+    found = [f"{name}: {line.strip()}" for name, line in lines if given.search(line)]
+    assert not found, found
+
+
 @pytest.mark.parametrize("name", ["pocket", pytest.param("SmolLM2-MoE", marks=pytest.mark.slow), pytest.param("Qwen3-30B-A3B", marks=pytest.mark.slow)])
 def test_the_resident_kernel_fits_an_sm(name: str) -> None:
     """Shared memory, registers, and products that do not wait for the stack. What is spilled are numbers that a phase begins with: a few loads an item."""
-    built = build_step(name)
+    built = build_step(name, variant=VARIANTS["rolled"])
     assert built.shared_bytes <= SHARED_BYTES, str(built)
-    assert built.registers == 96 and built.local_bytes == 0 and built.stack_bytes <= 512, str(built)
+    assert built.registers == 96 and built.local_bytes == 0 and built.stack_bytes <= 256, str(built)
+    assert built.code_bytes <= 184 * 1024, f"{built.code_bytes} bytes of code"
     loops = mma_loops(built.sass)
-    assert len(loops) >= 12, "four dense products and two of experts, of two consumers"
+    assert 2 <= len(loops) <= 8, "dense, gate and up, down, and attention, of two consumers"
     assert all(loop.local_accesses <= 4 for loop in loops), [str(loop) for loop in loops if loop.local_accesses > 4]
-    # A stage of experts is a loop of 12 MMAs or more. What stands outside its block is done once in four stages; the pocket's gate and up do it in every one.
-    most = 20.5 if name == "pocket" else 18.5
-    assert all(loop.per_mma_in_blocks <= most for loop in loops if loop.num_mma >= 12), [str(loop) for loop in loops]
 
 
 @pytest.mark.parametrize("name", ["pocket", pytest.param("SmolLM2-MoE", marks=pytest.mark.slow), pytest.param("Qwen3-30B-A3B", marks=pytest.mark.slow)])
@@ -297,11 +310,11 @@ def test_two_programs_fit_an_sm(name: str) -> None:
     assert all(loop.local_accesses <= 4 for loop in loops), [str(loop) for loop in loops if loop.local_accesses > 4]
 
 
-@pytest.mark.parametrize("variant", ["pairs", "two programs"])
+@pytest.mark.parametrize("variant", ["rolled", "two programs"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_launches_of_phases_fit_an_sm(phase: str, variant: str) -> None:
     built = build_step("pocket", phase=phase, variant=VARIANTS[variant])
-    limit = SHARED_BYTES if variant == "pairs" else SHARED_BYTES_OF_TWO
+    limit = SHARED_BYTES if variant == "rolled" else SHARED_BYTES_OF_TWO
     assert built.shared_bytes <= limit and built.local_bytes == 0 and built.stack_bytes <= 160, str(built)
 
 
