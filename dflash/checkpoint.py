@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..quant.checkpoint import sha256_of_weights
 from ..quant.checkpoint.disk import share
-from ..quant.checkpoint.metadata import read_scale_mode
+from ..quant.checkpoint.metadata import read_scale_mode, values_of
 from .config import DraftConfig
 from .model import DraftModel
 
@@ -246,6 +246,9 @@ def require_fitting_draft(directory: Path, *, target: Path, target_config: dict[
     if mine.get("scale_mode") != theirs["scale_mode"]:
         raise ValueError(f"draft: {directory} was distilled from a target with scale_mode {mine.get('scale_mode')}; {target} has {theirs['scale_mode']}. "
                          "Distill a draft for this target: train dflash-distill.")
+    if mine.get("sha256") != theirs["sha256"] and mine.get("sha256") in values_of(target, sha256=theirs["sha256"]):
+        return (f"draft {directory}: distilled from weights of the same values in another layout ({str(mine['sha256'])[:12]}, converted to "
+                f"{theirs['sha256'][:12]}, scale_mode {theirs['scale_mode']})")
     if mine.get("sha256") != theirs["sha256"]:
         raise ValueError(f"draft: {directory} was distilled from {mine.get('name')} (weights {str(mine.get('sha256'))[:12]}); {target} has weights "
                          f"{theirs['sha256'][:12]}. Distill a draft for this target: train dflash-distill.")

@@ -29,6 +29,7 @@ from ..kernels.persistent.read_stream import stream_bytes_per_s, timed_us
 from ..kernels.persistent.rounds import RoundKernel
 from ..kernels.persistent.step import StepKernel
 from ..kernels.persistent.step_code import LAYER_STAMPS
+from ..quant.checkpoint.metadata import read_json
 from .archs import graph_of
 from .bench_rounds import MeasuredRound, draft_directory, measure_rounds, rounds_context, rounds_table
 from .draft_weights import draft_shape, read_draft_weights
@@ -36,7 +37,6 @@ from .gpu import Gpu, find_gpu, obstacle_of
 from .graph import ModelGraph
 from .shapes import draft_of, shape_of
 from .step_weights import read_step_weights, step_shape
-from .weights import read_json
 
 REPEATS = 30
 STEPS_IN_A_ROW = 32

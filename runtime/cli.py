@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     convert.add_argument("source", type=Path, help="a directory in compressed-tensors, gpt-oss, mimo or DeepSeek-V4's layout")
     convert.add_argument("out", type=Path, help="directory to create")
     convert.add_argument("--layout", choices=TARGETS, required=True, help=f"{DENSE}: the values, as an unquantized checkpoint that can be trained further")
-    convert.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help=f"of the {DENSE} values (default bfloat16, exact)")
+    convert.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help=f"of the {DENSE} values (default bfloat16, exact)")
     convert.add_argument("--jobs", type=int, default=JOBS, help=f"threads over shards (default {JOBS})")
     inspect = commands.add_parser("inspect", help="print what a checkpoint directory holds, and the conventions of the draft head in it")
     inspect.add_argument("directory", type=Path)
@@ -110,11 +110,16 @@ def main(argv: list[str] | None = None) -> int:
                                       layers=options.layers, seed=options.seed, draft=options.draft, sequences=tuple(options.sequences),
                                       assume_acceptance=tuple(options.assume_acceptance)))
         else:
+            if options.directory.name == DRAFT_DIRECTORY and (options.directory.parent / "config.json").is_file():
+                raise ValueError(f"{options.directory}: is the draft head of {options.directory.parent}. Inspect that directory: it says all of both.")
             print(inspect_directory(options.directory), flush=True)   # also where the draft beside it is damaged
             print(inspect_draft(options.directory / DRAFT_DIRECTORY))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:     # whoever reads has had enough: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError, RuntimeError) as error:   # NotImplementedError is a RuntimeError
         if os.environ.get("KILOTOK_TRACEBACK"):
             raise
@@ -165,10 +170,13 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _convert(options: argparse.Namespace) -> None:
-    result = convert_directory(options.source, options.out, layout=options.layout, dtype=getattr(torch, options.dtype), jobs=options.jobs)
+    result = convert_directory(options.source, options.out, layout=options.layout, dtype=None if options.dtype is None else getattr(torch, options.dtype),
+                               jobs=options.jobs)
+    kept = "written in that dtype" if options.dtype not in (None, "bfloat16") else "kept as they were"
     print(f"{result.directory}: layout {result.source_layout} -> {result.layout}; re-read: all {result.weights:,} packed weights equal the source's, "
-          f"{result.kept_tensors} tensors kept as they were; {result.bytes_before / 1e6:.2f} MB -> {result.bytes_after / 1e6:.2f} MB "
-          f"({_counts(result.dtypes)})")
+          f"{result.kept_tensors} tensors {kept}; {result.bytes_before / 1e6:.2f} MB -> {result.bytes_after / 1e6:.2f} MB ({_counts(result.dtypes)})")
+    if options.layout == DENSE:
+        print(f"note: {DENSE} holds the values alone: no record of the export, no draft head; `train qat` and `kilotok export` pack them again")
     for warning in result.warnings:
         print(f"warning: {warning}")
 

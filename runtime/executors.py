@@ -22,6 +22,7 @@ from ..kernels.persistent.plan import CHUNK
 from ..kernels.persistent.round_inputs import MAX_LIMIT
 from ..kernels.persistent.rounds import RoundKernel
 from ..kernels.persistent.step import StepKernel
+from ..quant.checkpoint.metadata import read_json
 from .archs import graph_of
 from .draft_weights import draft_weights, require_rounds
 from .gpu import Gpu, find_gpu, obstacle_of
@@ -30,7 +31,7 @@ from .kv_pages import pages_for
 from .persistent import Chunk, PersistentExecutor, StepRunner, kernel_picks
 from .reference import ReferenceExecutor
 from .step_weights import read_step_weights, step_shape
-from .weights import load_executor, read_json
+from .weights import load_executor
 
 ExecutorKind = Literal["auto", "reference", "persistent"]
 EXECUTORS: tuple[ExecutorKind, ...] = get_args(ExecutorKind)

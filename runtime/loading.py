@@ -8,12 +8,12 @@ from transformers import AutoTokenizer
 from ..dflash.checkpoint import DRAFT_DIRECTORY, read_config, read_draft, require_fitting_draft, target_record
 from ..dflash.drafter import DFlashDrafter
 from ..quant.checkpoint import end_token_ids
+from ..quant.checkpoint.metadata import read_json
 from .engine import MAX_TREE_BUDGET
 from .executors import choose_executor, load_best_executor
 from .pacing import AUTO, DraftLength
 from .reference import ReferenceExecutor
 from .server.served import Served
-from .weights import read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 

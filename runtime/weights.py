@@ -1,6 +1,5 @@
 """From a checkpoint directory to an executor: exported (packed experts) or plain, such as the parent."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +8,11 @@ from torch import Tensor
 
 from ..quant.archs import check_model_dir, find_arch
 from ..quant.checkpoint import PackedCheckpoint
+from ..quant.checkpoint.metadata import read_json
 from ..quant.tensor import MXFP4Tensor
 from .archs import graph_of
 from .graph import LayerWeights, ModelGraph, ModelWeights
 from .reference import ReferenceExecutor
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; FileNotFoundError, or ValueError for a damaged file."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: not there. Give a directory written by `kilotok export`.")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not readable as JSON ({error}). Restore it.") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: must be a JSON object; got {type(raw).__name__}. Restore it.")
-    return raw
 
 
 def load_executor(directory: Path, *, device: str, dtype: torch.dtype, taps: tuple[int, ...] = ()) -> ReferenceExecutor:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kilotok.kernels.persistent import Heads, StepInputs, StepRef, StepShape, StepState, StepWeights
 from kilotok.kernels.persistent.plan import CHUNK
+from kilotok.quant.checkpoint.metadata import read_json
 from kilotok.runtime.archs import graph_of
 from kilotok.runtime.persistent import PersistentExecutor
 from kilotok.runtime.step_weights import read_step_weights, step_shape
-from kilotok.runtime.weights import read_json
 
 
 def weights_of_directory(directory: Path, *, taps: tuple[int, ...] = (), max_length: int | None = None) -> StepWeights:

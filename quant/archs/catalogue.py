@@ -6,7 +6,7 @@ from .base import MoEArch
 ARCHS: tuple[MoEArch, ...] = (qwen_moe.ARCH, mixtral.ARCH, kimi_linear.ARCH, granitemoe.ARCH, gpt_oss.ARCH, llama4.ARCH, deepseek_v4.ARCH)
 
 
-def find_arch(model_type: str, *, where: str) -> MoEArch:
+def find_arch(model_type: str | None, *, where: str) -> MoEArch:
     """The family of a model type; ValueError, naming those we know, when it is none of them."""
     for arch in ARCHS:
         if model_type in arch.model_types:

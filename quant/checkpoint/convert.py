@@ -20,9 +20,9 @@ from ..tensor import SOURCE_DTYPE
 from .disk import give_name, refuse_existing, require_free_space, resumable_directory
 from .export import copy_rest
 from .layouts import WRITABLE, Content, Layout, PackedModule, find_layout, ordered
-from .metadata import METADATA, read_export_metadata
+from .metadata import METADATA, read_export_metadata, read_json, values_of
 from .packed import PackedCheckpoint, exactly
-from .reader import DTYPE_NAMES, sha256_of_weights
+from .reader import DTYPE_NAMES, CheckpointReader, sha256_of_weights
 from .readers import reader_warnings
 from .run_units import require_equal
 from .stream import TensorSpec, Unit, check_shards, dtype_counts, plan_shards, write_index, write_shards
@@ -47,10 +47,11 @@ class ConvertResult:
     warnings: tuple[str, ...]
 
 
-def convert_directory(source: Path, out: Path, *, layout: str, dtype: torch.dtype = torch.bfloat16, jobs: int = 1) -> ConvertResult:
+def convert_directory(source: Path, out: Path, *, layout: str, dtype: torch.dtype | None = None, jobs: int = 1) -> ConvertResult:
     """Write the weights of `source`, a directory in any of the layouts, to `out` in another; re-read and compare before `out` gets its name.
 
-    layout: a writable layout, or `dense`: the values, in `dtype`.
+    layout: a writable layout, or `dense`: the values, in `dtype` (bf16 unless given; no other layout takes one). A draft head in dflash/ goes along, but not
+        with `dense`.
     Errors: FileExistsError for an `out` that exists; ValueError for a directory that is damaged or not packed, a layout that cannot hold it, and
         values that `dtype` cannot hold; OSError for a full disk. Nothing is left behind in any case.
     """
@@ -58,7 +59,12 @@ def convert_directory(source: Path, out: Path, *, layout: str, dtype: torch.dtyp
     check_model_dir(source)
     if layout not in TARGETS:
         raise ValueError(f"layout: must be one of {', '.join(TARGETS)}; got {layout!r}.")
-    config = json.loads((source / "config.json").read_text())
+    if jobs < 1:
+        raise ValueError(f"jobs: must be at least 1; got {jobs}.")
+    if dtype is not None and layout != DENSE:
+        raise ValueError(f"dtype: is of the values that layout {DENSE} writes; {layout} keeps codes and scales as they are. Leave it out.")
+    dtype = dtype or torch.bfloat16
+    config = read_json(source / "config.json")
     arch = find_arch(config.get("model_type"), where=str(source))
     checkpoint = PackedCheckpoint(source, arch=arch)
     if checkpoint.layout is None:
@@ -80,27 +86,41 @@ def convert_directory(source: Path, out: Path, *, layout: str, dtype: torch.dtyp
         new_config = target.config_json(plain, written_content)
         warnings = reader_warnings(written_content, layout=layout)
     shards = plan_shards(units)
-    metadata = {**(read_export_metadata(source) or {}), "layout": layout,
-                "converted_from": {"layout": checkpoint.layout.name, "sha256": sha256_of_weights(source, jobs=jobs)}}
+    sha256 = sha256_of_weights(source, jobs=jobs)
+    origin: dict[str, object] = {"layout": checkpoint.layout.name, "sha256": sha256, "values_of": values_of(source, sha256=sha256)}
+    metadata = {**(read_export_metadata(source) or {}), "layout": layout, "converted_from": origin}
+    draft = source / DRAFT if (source / DRAFT).is_dir() and layout != DENSE else None
+    if draft is not None:
+        CheckpointReader(draft)     # damaged ones are found before anything is written
+    draft_bytes = 0 if draft is None else sum(path.stat().st_size for path in draft.rglob("*") if path.is_file())
     names = [(s.file, t.name, t.dtype, t.shape) for s in shards for u in s.units for t in u.tensors]
     fingerprint = hashlib.sha256(json.dumps([names, metadata]).encode()).hexdigest()
     with resumable_directory(out, fingerprint=fingerprint) as partial:
         present = sum(s.num_bytes for s in shards if s.is_complete(partial))
-        require_free_space(out, num_bytes=sum(s.num_bytes for s in shards) - present + 2**20, what="convert")
+        require_free_space(out, num_bytes=sum(s.num_bytes for s in shards) - present + draft_bytes + 2**20, what="convert")
         write_shards(partial, shards, jobs=jobs, label="convert")
         write_index(partial, shards)
         copy_rest(source, partial)
         (partial / "config.json").write_text(json.dumps(new_config, indent=2) + "\n")
         if layout != DENSE:
+            origin["into"] = sha256_of_weights(partial, jobs=jobs)
             (partial / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
-        if (source / DRAFT).is_dir() and layout != DENSE:
-            shutil.copytree(source / DRAFT, partial / DRAFT, dirs_exist_ok=True)
+        if draft is not None:
+            _copy_folder(draft, partial / DRAFT)
         written = PackedCheckpoint(partial, arch=arch)
-        weights = check_shards(written, shards, jobs=jobs, label="convert")
+        weights, num_bytes = check_shards(written, shards, jobs=jobs, label="convert"), written.reader.num_bytes
         give_name(partial, out)
     return ConvertResult(directory=out, source_layout=checkpoint.layout.name, layout=layout, weights=weights, kept_tensors=len(checkpoint.plain_names),
-                         bytes_before=checkpoint.reader.num_bytes, bytes_after=sum(s.num_bytes for s in shards), dtypes=dtype_counts(shards),
+                         bytes_before=checkpoint.reader.num_bytes, bytes_after=num_bytes, dtypes=dtype_counts(shards),
                          warnings=warnings)
+
+
+def _copy_folder(source: Path, to: Path) -> None:
+    """OSError with the first error's words."""
+    try:
+        shutil.copytree(source, to, dirs_exist_ok=True)
+    except shutil.Error as error:
+        raise OSError(f"{error.args[0][0][0]}: cannot be copied to {to} ({error.args[0][0][2]}).") from error
 
 
 def content_of(checkpoint: PackedCheckpoint) -> Content:

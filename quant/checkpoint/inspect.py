@@ -1,6 +1,5 @@
 """What a checkpoint directory holds, read from its files alone, one weight at a time."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from ..archs import check_model_dir
 from ..archs.catalogue import find_arch
 from .convert import content_of
-from .metadata import METADATA, read_export_metadata
+from .metadata import METADATA, read_export_metadata, read_json
 from .packed import PackedCheckpoint
 from .reader import DTYPES, CheckpointReader
 from .readers import engine_notes, geometry_warnings, reader_warnings
@@ -25,7 +24,7 @@ def inspect_directory(directory: Path) -> str:
     if (directory / RUN_METADATA).is_file():
         raise ValueError(f"{directory}: is a run of `train qat`. Write its weights with `kilotok export {directory} OUT` and inspect OUT.")
     check_model_dir(directory)
-    config = json.loads((directory / "config.json").read_text())
+    config = read_json(directory / "config.json")
     quantization = config.get("quantization_config") or {}
     if not quantization:
         return "\n".join([*_header(directory, config, layout="unquantized"), *_tensor_lines(CheckpointReader(directory), kinds={})])
@@ -43,6 +42,8 @@ def inspect_directory(directory: Path) -> str:
         lines.append(f"  scale_mode    {meta['scale_mode']}, {meta['rounding']}, quantized from {meta['source_dtype']}")
         parent, run = meta["parent"], meta["run"]
         lines.append(f"  made from     {parent['path']} (sha256 {parent['sha256'][:12]}), QAT step {run['step']} of {run['max_steps']}")
+        if isinstance(converted := meta.get("converted_from"), dict):
+            lines.append(f"  values of     weights {str(converted.get('sha256'))[:12]} in layout {converted.get('layout')}, converted")
     elif statistics.weights:
         lines.append(f"  scale_mode    not recorded (no {METADATA}: written by another tool)")
     shapes = [checkpoint.fused_shape(f) for f in checkpoint.fused_names("mxfp4") if f.endswith("down_proj")]

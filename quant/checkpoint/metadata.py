@@ -9,6 +9,19 @@ from ...kernels.mx import ScaleMode
 METADATA = "kilotok.json"
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; FileNotFoundError, or ValueError for a damaged file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: not there. Give a directory written by `kilotok export`.")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not readable as JSON ({error}). Restore it.") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: must be a JSON object; got {type(raw).__name__}. Restore it.")
+    return raw
+
+
 def read_export_metadata(out: Path) -> dict[str, Any] | None:
     """kilotok.json of an exported directory; None for a directory of another tool. Errors: ValueError when it is damaged."""
     path = out / METADATA
@@ -21,6 +34,14 @@ def read_export_metadata(out: Path) -> dict[str, Any] | None:
     if not isinstance(metadata, dict):
         raise ValueError(f"{path}: must be a JSON object; got {type(metadata).__name__}. Restore it, or export the run again.")
     return metadata
+
+
+def values_of(directory: Path, *, sha256: str) -> list[str]:
+    """Hashes of the weights that a converted directory has the values of, the newest first; none if its own are no longer `sha256`."""
+    converted = (read_export_metadata(directory) or {}).get("converted_from")
+    if not isinstance(converted, dict) or converted.get("into") != sha256:
+        return []
+    return [converted["sha256"], *converted.get("values_of", [])]
 
 
 def read_scale_mode(directory: Path) -> ScaleMode | None:

@@ -1,6 +1,5 @@
 """A checkpoint in any of the layouts, as the weights it stands for: dense ones by the names of an unquantized checkpoint, experts in MXFP4."""
 
-import json
 import re
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +14,10 @@ from ..formats import Packed, as_mxfp4, find_format
 from ..tensor import MXFP4Tensor
 from .layouts import Layout, PackedModule, layout_of
 from .layouts.mimo import narrowed
-from .metadata import read_scale_mode
+from .metadata import read_json, read_scale_mode
 from .reader import DTYPES, CheckpointReader
 
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")     # of config.json, by family
 _MTP = re.compile(r"(^|\.)mtp\.")   # multi-token-prediction layers of families that number them apart
 
 
@@ -31,7 +31,7 @@ class PackedCheckpoint:
     def __init__(self, directory: Path, *, arch: MoEArch) -> None:
         self.directory, self.arch = directory, arch
         self.reader = CheckpointReader(directory)
-        self.config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+        self.config: dict[str, Any] = read_json(directory / "config.json")
         self.layout: Layout | None = layout_of(self.config, where=str(directory))
         modules = self.layout.find(self.reader, arch=arch) if self.layout is not None else []
         self.modules: dict[str, PackedModule] = {m.stem: m for m in modules}
@@ -40,6 +40,27 @@ class PackedCheckpoint:
                 raise ValueError(f"{directory}: {m.stem} is packed but is no routed expert of a {arch.name} model. Only experts may be MXFP4 here.")
         for fused, pieces in self._pieces.items():
             require_all_parts(pieces, arch=arch, fused=fused, where=str(directory))
+        self._require_agreement()
+
+    def _require_agreement(self) -> None:
+        """ValueError where config.json and the files say different things: layers, experts, what packed weights are."""
+        layers = {int(found[1]) for name in self.reader.names if (found := re.search(r"(?:^|\.)layers\.(\d+)\.", name)) is not None}
+        said = self.config.get("num_hidden_layers")
+        if layers and said is not None and max(layers) + 1 < said:
+            raise ValueError(f"{self.directory}: config.json has {said} layers; the files have {max(layers) + 1}. Fetch the checkpoint again.")
+        for fused in self.fused_names("mxfp4"):
+            there = self.fused_shape(fused)[0]
+            for key in _NUM_EXPERTS:
+                if isinstance(said := self.config.get(key), int) and said != there and not self.is_beyond(fused):
+                    raise ValueError(f"{self.directory}: config.json has {key} {said}; {fused} has {there} experts in the files. Fetch the checkpoint again.")
+        for m in self.modules.values():
+            assert self.layout is not None
+            if m.format == "mxfp4":
+                for name in self.layout.names(m.stem, m.format):
+                    if DTYPES[self.reader.info(name)[0]].itemsize != 1:
+                        raise ValueError(f"{self.directory}: {name} is {self.reader.info(name)[0]}; MXFP4 codes and scales are bytes. Export it again.")
+        if self.layout is not None and (problem := self.layout.contradiction(self.config, formats={m.format for m in self.modules.values()})) is not None:
+            raise ValueError(f"{self.directory}: config.json: {problem}. Restore config.json, or export again.")
 
     def is_beyond(self, name: str) -> bool:
         """Whether a tensor is of a layer behind the model's own: multi-token prediction, which transformers does not build."""

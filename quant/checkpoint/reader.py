@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .metadata import read_json
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -49,7 +51,10 @@ class CheckpointReader:
         if (directory / INDEX).is_file() and (directory / SINGLE).is_file():
             raise ValueError(f"{directory}: holds both {SINGLE} and {INDEX}, and readers differ about which counts. Remove the stale one.")
         if (directory / INDEX).is_file():
-            weight_map: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
+            found = read_json(directory / INDEX).get("weight_map")
+            if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+                raise ValueError(f"{directory / INDEX}: has no weight_map from tensors to files. Fetch it again.")
+            weight_map: dict[str, str] = found
             files = sorted(set(weight_map.values()))
         elif (directory / SINGLE).is_file():
             files = [SINGLE]

@@ -12,7 +12,7 @@ def reader_warnings(content: Content, *, layout: str) -> tuple[str, ...]:
     """Each a sentence."""
     arch = content.arch
     if layout == "mimo":
-        return ("transformers 5.24 does not read the mimo layout; vLLM 0.33 and SGLang 0.5.23 do for MiMo-V2 models, kilotok for all.",)
+        return ("transformers 5.24 does not read the mimo layout; vLLM 0.33 does for ten families (README), SGLang 0.5.23 for MiMo-V2, kilotok for all.",)
     if layout == "gpt-oss":
         return ()
     if arch.layout == "gpt-oss":

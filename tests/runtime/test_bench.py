@@ -14,6 +14,7 @@ from step_models import tiny_weights
 from kilotok.kernels.persistent import DraftState, DraftWeights, RoundInputs, RoundRef, StepInputs, StepRef, StepState, StepWeights
 from kilotok.kernels.persistent.rounds import RoundKernel
 from kilotok.kernels.persistent.step import StepKernel
+from kilotok.quant.checkpoint.metadata import read_json
 from kilotok.runtime import bench as module
 from kilotok.runtime.archs import graph_of
 from kilotok.runtime.bench import BenchOptions, Machine, Measured, bench_engine, measure, step_bytes, table
@@ -22,7 +23,6 @@ from kilotok.runtime.cli import main as kilotok
 from kilotok.runtime.draft_weights import draft_shape
 from kilotok.runtime.shapes import DRAFTS, SHAPES, shape_of
 from kilotok.runtime.step_weights import step_shape
-from kilotok.runtime.weights import read_json
 
 PHASES = ("qkv", "attention", "out", "router", "gate_up", "down", "add", "head", "sample", "finish")
 

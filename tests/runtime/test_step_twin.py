@@ -13,9 +13,10 @@ from torch import Tensor
 
 from kilotok.kernels.persistent import StepRef
 from kilotok.quant.archs import load_tokenizer
+from kilotok.quant.checkpoint.metadata import read_json
 from kilotok.runtime.archs import graph_of
 from kilotok.runtime.step_weights import read_step_weights, step_shape
-from kilotok.runtime.weights import load_executor, read_json
+from kilotok.runtime.weights import load_executor
 
 TAPS = (2, 4, 5)
 LENGTH = 140          # over a page's end

@@ -74,6 +74,10 @@ class Layout(ABC):
     def from_disk(self, fmt: str, elements: Tensor, scales: Tensor, *, name: str) -> Packed:
         """The inverse of `to_disk`. Errors: ValueError naming the weight for shapes that do not belong together and for a scale that is NaN."""
 
+    def contradiction(self, config: dict[str, Any], *, formats: set[str]) -> str | None:
+        """What config.json says of packed weights that the files, which hold `formats`, do not."""
+        return None
+
     @abstractmethod
     def find(self, reader: CheckpointReader, *, arch: MoEArch) -> list[PackedModule]:
         """The packed weights of a directory, told by their tensors. Errors: ValueError for elements without scales or the other way round."""

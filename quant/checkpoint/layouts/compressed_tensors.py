@@ -72,6 +72,18 @@ class CompressedTensors(Layout):
     def matches(self, config: dict[str, Any]) -> bool:
         return (config.get("quantization_config") or {}).get("quant_method") == "compressed-tensors"
 
+    def contradiction(self, config: dict[str, Any], *, formats: set[str]) -> str | None:
+        quantization = config["quantization_config"]
+        groups = list((quantization.get("config_groups") or {}).values())
+        said = {group.get("format") or quantization.get("format") for group in groups}
+        if "mxfp4" in formats and groups and "mxfp4-pack-quantized" not in said:
+            return f"groups have the format {', '.join(map(str, sorted(said, key=str)))}; packed weights are mxfp4-pack-quantized"
+        for group in groups:
+            size = (group.get("weights") or {}).get("group_size")
+            if (group.get("format") or quantization.get("format")) == "mxfp4-pack-quantized" and size not in (None, 32):
+                return f"group_size is {size}; a block of MXFP4 has 32 weights"
+        return None
+
     def problem(self, content: Content) -> str | None:
         return None
 
