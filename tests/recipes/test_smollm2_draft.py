@@ -3,11 +3,14 @@
 import argparse
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from conftest import export_experts, save_tiny_moe
 
 from kilotok.train.distill_config import DistillRecipe
 from kilotok.train.recipe import load_recipe
@@ -117,3 +120,31 @@ def test_the_table_says_what_did_not_finish(ablations: ModuleType, tmp_path: Pat
     assert table[0] == "| settings | code | math | chat | agent | all | untrained |"
     assert "| this recipe | 2.500 | 2.500 | 2.500 | 2.500 | 2.500 | 1.010 |" in table
     assert "| SpecForge's published settings | not finished |" in table and "| speculators' published settings | not run |" in table
+
+
+@pytest.mark.slow
+def test_answers_of_several_processes_are_all_that_the_training_reads(tmp_path: Path) -> None:
+    """Two shares, whose files the training reads."""
+    target, prompts = export_experts(save_tiny_moe(tmp_path / "parent"), tmp_path / "target"), tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Say {i}."}) + "\n" for i in range(24)))
+    train, heldout = ([{"domain": "chat", "path": str(prompts), "prompt": "prompt", "part": part}] for part in ("train", "heldout"))
+    options = {"data.train": json.dumps(train), "data.heldout": json.dumps(heldout), "data.generation_batch": 4, "data.max_new_tokens": 12,
+               "data.temperatures": "[0.0]", "data.sequence_length": 64, "data.heldout_prompts": 1, "data.heldout_new_tokens": 8, "data.heldout_texts": 2,
+               "data.heldout_tree_budget": "null", "draft.num_hidden_layers": 1, "draft.intermediate_size": 64, "loss.anchors": 16, "trainer.max_steps": 1,
+               "trainer.batch_size": 1, "trainer.accelerator": "cpu", "trainer.precision": "32-true", "trainer.checkpoint_every_steps": 1,
+               "optim.warmup_steps": 0}
+
+    command = [sys.executable, str(RECIPES / "draft.py"), "--target", str(target), "--run", str(tmp_path / "run"), "--jobs", "2", "--set",
+               *(f"{k}={v}" for k, v in options.items())]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert (target / "dflash" / "model.safetensors").is_file() and "missing" not in done.stdout
+
+
+def test_a_share_that_fails_is_said_with_its_last_words(tmp_path: Path) -> None:
+    draft = load("draft")
+    options = argparse.Namespace(responses=tmp_path / "answers")
+    draft.log_of(options, "1/2").write_text("starting\ntorch.OutOfMemoryError: CUDA out of memory.\n\n")
+    assert draft.last_words(options, "1/2") == "torch.OutOfMemoryError: CUDA out of memory."
+    draft.log_of(options, "2/2").write_text("")
+    assert draft.last_words(options, "2/2") == "its log is empty"
