@@ -41,7 +41,8 @@ class SureOracle(TreeOracle):
 
 
 def sampling_of(name: str, number: int) -> Sampling:
-    return Sampling() if name == "greedy" else Sampling(temperature=0.8, top_p=0.95, seed=number)
+    """temperature: what a kernel's rounds can draft."""
+    return {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, top_p=0.95, seed=number), "temperature": Sampling(temperature=0.8, seed=number)}[name]
 
 
 def requests_for(prompts: Sequence[tuple[int, ...]], *, sampling: str, max_tokens: int, **how: Any) -> list[Request]:

@@ -3,9 +3,10 @@
     python tests/benchmarks/bench_lossless.py EXPORT --draft recipes/pocket/draft [--prompts 100] [--tokens 128] [--executor auto] [--device auto]
 
 EXPORT is a directory of `kilotok export`; its head need not fit, as the text must be the same under any. Drafters: that head (trained), one of random
-weights, one that is never right and one that always is. The prompts are the shortest of recipes/prompts, four domains in turns. One row a case: texts that
-are equal, rounds, proposals verified a round (adaptive: over the rounds that drafted), tokens a round, times that drafting was switched off. Exit status 1
-if any text differs. Times are not measured here.
+weights, one that is never right and one that always is, and that head in the persistent kernel's own rounds (kernel: chains, sampled by temperature alone).
+The prompts are the shortest of recipes/prompts, four domains in turns. One row a case: texts that are equal, rounds, proposals verified a round
+(adaptive: over the rounds that drafted), tokens a round, times that drafting was switched off. Exit status 1 if any text differs. Times are not measured
+here.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +30,7 @@ from kilotok.dflash.metrics import acceptance_length  # noqa: E402
 from kilotok.dflash.model import DraftModel  # noqa: E402
 from kilotok.quant.archs import load_tokenizer  # noqa: E402
 from kilotok.runtime.executors import choose_executor, load_best_executor  # noqa: E402
+from kilotok.runtime.pacing import DraftLength  # noqa: E402
 
 DOMAINS = ("code", "math", "chat", "agent")
 
@@ -66,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-running", type=int, default=8)
     parser.add_argument("--executor", default="auto")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=DRAFTERS)
+    parser.add_argument("--drafters", nargs="+", choices=(*DRAFTERS, "kernel"), default=(*DRAFTERS, "kernel"))
     args = parser.parse_args(argv)
     draft_dir = args.draft or args.export / "dflash"
     taps = read_draft(draft_dir, dtype=torch.float32).config.target_layer_ids
@@ -81,18 +84,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain = {s: run_all(executor, requests_for(prompts, sampling=s, max_tokens=args.tokens), make_drafter=None, max_running=args.max_running)[0]
              for s in SAMPLINGS}
     heads, wrong = heads_of(draft_dir, executor=executor), 0
-    for drafter in args.drafters:
+
+    def row(drafter: str, shape: str, length: DraftLength, sampling: str, *, runs: Any, expected: list[list[int]], make: Callable[[], Drafter]) -> int:
+        asked = requests_for(prompts, sampling=sampling, max_tokens=args.tokens, **how_to_draft(shape, length))
+        texts, rounds, state = run_all(runs, asked, make_drafter=make, max_running=args.max_running)
+        equal = sum(a == b for a, b in zip(texts, expected, strict=True))
+        every = [one for of_text in rounds for one in of_text if not one.is_prefill]
+        print(f"| {drafter} | {shape} | {length} | {sampling} | {equal} of {len(texts)} | {len(every)} | {state.verify_length or 0:.2f} | "
+              f"{acceptance_length(every):.2f} | {state.switched_off} |", flush=True)
+        return len(texts) - equal
+
+    for drafter in (d for d in args.drafters if d != "kernel"):
         for shape in SHAPES:
             for length in LENGTHS:
                 for sampling in SAMPLINGS:
                     make = drafter_factory(drafter, prompts=prompts, texts=plain[sampling], vocab_size=executor.head_VD.shape[0], heads=heads)
-                    asked = requests_for(prompts, sampling=sampling, max_tokens=args.tokens, **how_to_draft(shape, length))
-                    texts, rounds, state = run_all(executor, asked, make_drafter=make, max_running=args.max_running)
-                    equal = sum(a == b for a, b in zip(texts, plain[sampling], strict=True))
-                    wrong += len(texts) - equal
-                    every = [r for of_text in rounds for r in of_text if not r.is_prefill]
-                    print(f"| {drafter} | {shape} | {length} | {sampling} | {equal} of {len(texts)} | {len(every)} | {state.verify_length or 0:.2f} | "
-                          f"{acceptance_length(every):.2f} | {state.switched_off} |", flush=True)
+                    wrong += row(drafter, shape, length, sampling, runs=executor, expected=plain[sampling], make=make)
+    if "kernel" in args.drafters:
+        own, _ = load_best_executor(args.export, choice, dtype=None, taps=taps, num_slots=args.max_running, may_fall_back=args.executor == "auto",
+                                    draft_dir=draft_dir)
+        if not getattr(own, "has_rounds", False):
+            print(f"| kernel | not run: {own.description['executor']} has no rounds of its own for this head |" + " |" * 7)
+        else:
+            for sampling in ("greedy", "temperature"):
+                asked = requests_for(prompts, sampling=sampling, max_tokens=args.tokens)
+                expected = run_all(own, asked, make_drafter=None, max_running=args.max_running)[0]
+                wrong += sum(row("kernel", "chain", length, sampling, runs=own, expected=expected, make=heads["trained"]) for length in LENGTHS)
     print(f"\n{'all texts are equal' if not wrong else f'{wrong} texts DIFFER'}")
     return 1 if wrong else 0
 
