@@ -69,6 +69,7 @@ def convert_directory(source: Path, out: Path, *, layout: str, dtype: torch.dtyp
     checkpoint = PackedCheckpoint(source, arch=arch)
     if checkpoint.layout is None:
         raise ValueError(f"{source}: is not quantized: there is nothing to convert. Train it with `train qat`, and export the run.")
+    checkpoint.require_agreement()
     content = content_of(checkpoint)
     if layout == DENSE:
         units = list(_dense_units(checkpoint, dtype=dtype))

@@ -29,6 +29,7 @@ def inspect_directory(directory: Path) -> str:
     if not quantization:
         return "\n".join([*_header(directory, config, layout="unquantized"), *_tensor_lines(CheckpointReader(directory), kinds={})])
     checkpoint = PackedCheckpoint(directory, arch=find_arch(config.get("model_type"), where=str(directory)))
+    checkpoint.require_agreement()
     assert checkpoint.layout is not None
     described = f"{checkpoint.layout.name} ({quantization.get('quant_method')} {quantization.get('format', quantization.get('store_dtype', ''))}".rstrip() + ")"
     lines = [*_header(directory, config, layout=described), *_tensor_lines(checkpoint.reader, kinds=_kinds_of_packed(checkpoint))]

@@ -40,10 +40,10 @@ class PackedCheckpoint:
                 raise ValueError(f"{directory}: {m.stem} is packed but is no routed expert of a {arch.name} model. Only experts may be MXFP4 here.")
         for fused, pieces in self._pieces.items():
             require_all_parts(pieces, arch=arch, fused=fused, where=str(directory))
-        self._require_agreement()
 
-    def _require_agreement(self) -> None:
-        """ValueError where config.json and the files say different things: layers, experts, what packed weights are."""
+    def require_agreement(self) -> None:
+        """ValueError where config.json and the files say different things: layers, experts, what packed weights are. Who loads a model finds the same on the
+        way; who only moves tensors asks here."""
         layers = {int(found[1]) for name in self.reader.names if (found := re.search(r"(?:^|\.)layers\.(\d+)\.", name)) is not None}
         said = self.config.get("num_hidden_layers")
         if layers and said is not None and max(layers) + 1 < said:
