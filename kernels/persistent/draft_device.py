@@ -25,7 +25,7 @@ from ..moe.stream import row_major
 from .attention_rows import operand
 from .draft_consumer import consume_rounds
 from .fragments import NUM_WARPS
-from .step_device import make_consumer, stream_experts, stream_matrix
+from .step_device import make_consumer, stream_chosen, stream_layer, stream_matrix
 
 _WARPS = gl.constexpr(NUM_WARPS)
 
@@ -35,12 +35,7 @@ def _round_producer(d, m, p, num_layers, draft_layers, layer, drafts, S: gl.cons
     (qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_scales_desc, down_codes_desc, down_scales_desc, draft_qkv_desc, draft_out_desc,
      draft_gate_up_desc, draft_down_desc, fc_desc, keys_desc) = d
     ring, full, empty, up_scales, down_scales, go, done, word, ends = m
-    QKV: gl.constexpr = S.qkv
-    OUT: gl.constexpr = S.out
-    ROUTER: gl.constexpr = S.router
     HEAD: gl.constexpr = S.head
-    UP: gl.constexpr = S.up
-    DOWN: gl.constexpr = S.down
     DRAFT_QKV: gl.constexpr = T.qkv
     DRAFT_OUT: gl.constexpr = T.out
     DRAFT_GATE_UP: gl.constexpr = T.gate_up
@@ -63,13 +58,11 @@ def _round_producer(d, m, p, num_layers, draft_layers, layer, drafts, S: gl.cons
                     slot, phase = stream_matrix(draft_down_desc, ring, full, empty, slot, phase, number, DRAFT_DOWN, S, PART)
                 slot, phase = stream_matrix(head_desc, ring, full, empty, slot, phase, 0, HEAD, S, PART)
             for number in range(num_layers):
-                slot, phase = stream_matrix(qkv_desc, ring, full, empty, slot, phase, number, QKV, S, PART)
-                slot, phase = stream_matrix(out_desc, ring, full, empty, slot, phase, number, OUT, S, PART)
-                slot, phase = stream_matrix(router_desc, ring, full, empty, slot, phase, number, ROUTER, S, PART)
+                slot, phase = stream_layer(qkv_desc, out_desc, router_desc, ring, full, empty, slot, phase, number, S, PART)
                 taken += 1
                 mbarrier.wait(go, taken & 1)
-                slot, phase = stream_experts(up_codes_desc, up_scales_desc, ring, up_scales, full, empty, slot, phase, ends, p, number, UP, S, PART)
-                slot, phase = stream_experts(down_codes_desc, down_scales_desc, ring, down_scales, full, empty, slot, phase, ends, p, number, DOWN, S, PART)
+                slot, phase = stream_chosen(up_codes_desc, up_scales_desc, down_codes_desc, down_scales_desc, ring, up_scales, down_scales, full, empty, slot,
+                                            phase, ends, p, number, S, PART)
                 mbarrier.arrive(done, count=1)
             slot, phase = stream_matrix(head_desc, ring, full, empty, slot, phase, 0, HEAD, S, PART)
             slot, phase = stream_matrix(fc_desc, ring, full, empty, slot, phase, 0, FC, S, PART)

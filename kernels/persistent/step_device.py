@@ -58,6 +58,17 @@ def stream_matrix(desc, ring, full, empty, slot, phase, layer, W: gl.constexpr, 
 
 
 @gluon.jit
+def stream_layer(qkv_desc, out_desc, router_desc, ring, full, empty, slot, phase, layer, S: gl.constexpr, PART: gl.constexpr):
+    """What of a layer is known in advance."""
+    QKV: gl.constexpr = S.qkv
+    OUT: gl.constexpr = S.out
+    ROUTER: gl.constexpr = S.router
+    slot, phase = stream_matrix(qkv_desc, ring, full, empty, slot, phase, layer, QKV, S, PART)
+    slot, phase = stream_matrix(out_desc, ring, full, empty, slot, phase, layer, OUT, S, PART)
+    return stream_matrix(router_desc, ring, full, empty, slot, phase, layer, ROUTER, S, PART)
+
+
+@gluon.jit
 def stream_experts(codes_desc, scales_desc, ring, scale_ring, full, empty, slot, phase, ends, p, layer, W: gl.constexpr, S: gl.constexpr, PART: gl.constexpr):
     if S.PHASE == "down":
         number = list_number(1, S, PART)
@@ -68,6 +79,16 @@ def stream_experts(codes_desc, scales_desc, ring, scale_ring, full, empty, slot,
         num_tiles = tiles_of_ends(ends, 1)
     return stream_weights(codes_desc, scales_desc, ring, scale_ring, full, empty, slot, phase, experts, layer * S.E, num_tiles, W.TILE_STAGES,
                           W.NUM_STEPS, S.SLOT_UNITS, W.SCALE_BOX, S.STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
+
+
+@gluon.jit
+def stream_chosen(up_codes_desc, up_scales_desc, down_codes_desc, down_scales_desc, ring, up_scales, down_scales, full, empty, slot, phase, ends, p, layer,
+                  S: gl.constexpr, PART: gl.constexpr):
+    """The experts of a layer, once they are chosen."""
+    UP: gl.constexpr = S.up
+    DOWN: gl.constexpr = S.down
+    slot, phase = stream_experts(up_codes_desc, up_scales_desc, ring, up_scales, full, empty, slot, phase, ends, p, layer, UP, S, PART)
+    return stream_experts(down_codes_desc, down_scales_desc, ring, down_scales, full, empty, slot, phase, ends, p, layer, DOWN, S, PART)
 
 
 @gluon.jit
@@ -89,13 +110,11 @@ def _producer(d, m, p, num_layers, layer, S: gl.constexpr, PART: gl.constexpr):
         mbarrier.arrive(done, count=1)
         while another != 0:
             for number in range(num_layers):
-                slot, phase = stream_matrix(qkv_desc, ring, full, empty, slot, phase, number, QKV, S, PART)
-                slot, phase = stream_matrix(out_desc, ring, full, empty, slot, phase, number, OUT, S, PART)
-                slot, phase = stream_matrix(router_desc, ring, full, empty, slot, phase, number, ROUTER, S, PART)
+                slot, phase = stream_layer(qkv_desc, out_desc, router_desc, ring, full, empty, slot, phase, number, S, PART)
                 taken += 1
                 mbarrier.wait(go, taken & 1)
-                slot, phase = stream_experts(up_codes_desc, up_scales_desc, ring, up_scales, full, empty, slot, phase, ends, p, number, UP, S, PART)
-                slot, phase = stream_experts(down_codes_desc, down_scales_desc, ring, down_scales, full, empty, slot, phase, ends, p, number, DOWN, S, PART)
+                slot, phase = stream_chosen(up_codes_desc, up_scales_desc, down_codes_desc, down_scales_desc, ring, up_scales, down_scales, full, empty, slot,
+                                            phase, ends, p, number, S, PART)
                 mbarrier.arrive(done, count=1)
             slot, phase = stream_matrix(head_desc, ring, full, empty, slot, phase, 0, HEAD, S, PART)
             taken += 1

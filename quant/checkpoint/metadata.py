@@ -25,15 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_export_metadata(out: Path) -> dict[str, Any] | None:
     """kilotok.json of an exported directory; None for a directory of another tool. Errors: ValueError when it is damaged."""
     path = out / METADATA
-    if not path.is_file():
-        return None
-    try:
-        metadata = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: not readable as JSON ({error}). Restore it, or export the run again.") from error
-    if not isinstance(metadata, dict):
-        raise ValueError(f"{path}: must be a JSON object; got {type(metadata).__name__}. Restore it, or export the run again.")
-    return metadata
+    return read_json(path) if path.is_file() else None
 
 
 def values_of(directory: Path, *, sha256: str) -> list[str]:

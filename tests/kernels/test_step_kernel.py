@@ -197,7 +197,8 @@ def test_after_a_fault_the_kernel_ends() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "variant"), [("Qwen3-30B-A3B", "rolled"), ("SmolLM2-MoE", "two programs")])
+@pytest.mark.parametrize(("name", "variant"), [
+    ("Qwen3-30B-A3B", "pairs"), ("SmolLM2-MoE", "rolled"), ("Qwen3-30B-A3B", "two programs"), ("Qwen3-30B-A3B", "rolled")])
 def test_producers_and_consumers_agree_at_the_sizes_of_real_models(name: str, variant: str) -> None:
     """Every sixth of 132 or 264 programs, and the last, to the end of two steps (of one layer; of Qwen3 with a small head), with routing lists that differ
     from consumer to consumer."""
@@ -287,15 +288,31 @@ def test_device_code_is_given_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", ["pocket", pytest.param("SmolLM2-MoE", marks=pytest.mark.slow), pytest.param("Qwen3-30B-A3B", marks=pytest.mark.slow)])
-def test_the_resident_kernel_fits_an_sm(name: str) -> None:
+def test_the_unrolled_kernel_fits_an_sm(name: str) -> None:
     """Shared memory, registers, and products that do not wait for the stack. What is spilled are numbers that a phase begins with: a few loads an item."""
+    built = build_step(name)
+    assert built.shared_bytes <= SHARED_BYTES, str(built)
+    assert built.registers == 96 and built.local_bytes == 0 and built.stack_bytes <= 512, str(built)
+    loops = mma_loops(built.sass)
+    assert len(loops) >= 12, "four dense products and two of experts, of two consumers"
+    assert all(loop.local_accesses <= 4 for loop in loops), [str(loop) for loop in loops if loop.local_accesses > 4]
+    # A stage of experts is a loop of 12 MMAs or more. What stands outside its block is done once in four stages; the pocket's gate and up do it in every one.
+    most = 20.5 if name == "pocket" else 18.5
+    assert all(loop.per_mma_in_blocks <= most for loop in loops if loop.num_mma >= 12), [str(loop) for loop in loops]
+
+
+@pytest.mark.parametrize("name", ["pocket", pytest.param("SmolLM2-MoE", marks=pytest.mark.slow), pytest.param("Qwen3-30B-A3B", marks=pytest.mark.slow)])
+def test_the_resident_kernel_fits_an_sm(name: str) -> None:
+    """The form that is served; likewise, with one loop for all dense products of a consumer."""
     built = build_step(name, variant=VARIANTS["rolled"])
     assert built.shared_bytes <= SHARED_BYTES, str(built)
     assert built.registers == 96 and built.local_bytes == 0 and built.stack_bytes <= 256, str(built)
     assert built.code_bytes <= 184 * 1024, f"{built.code_bytes} bytes of code"
     loops = mma_loops(built.sass)
-    assert 2 <= len(loops) <= 8, "dense, gate and up, down, and attention, of two consumers"
+    assert 6 <= len(loops) <= 8, "dense, gate and up, down, and attention, of two consumers"
     assert all(loop.local_accesses <= 4 for loop in loops), [str(loop) for loop in loops if loop.local_accesses > 4]
+    most = 20.5 if name == "pocket" else 18.5
+    assert all(loop.per_mma_in_blocks <= most for loop in loops if loop.num_mma >= 12), [str(loop) for loop in loops]
 
 
 @pytest.mark.parametrize("name", ["pocket", pytest.param("SmolLM2-MoE", marks=pytest.mark.slow), pytest.param("Qwen3-30B-A3B", marks=pytest.mark.slow)])
@@ -310,11 +327,11 @@ def test_two_programs_fit_an_sm(name: str) -> None:
     assert all(loop.local_accesses <= 4 for loop in loops), [str(loop) for loop in loops if loop.local_accesses > 4]
 
 
-@pytest.mark.parametrize("variant", ["rolled", "two programs"])
+@pytest.mark.parametrize("variant", ["pairs", "rolled", "two programs"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_launches_of_phases_fit_an_sm(phase: str, variant: str) -> None:
     built = build_step("pocket", phase=phase, variant=VARIANTS[variant])
-    limit = SHARED_BYTES if variant == "rolled" else SHARED_BYTES_OF_TWO
+    limit = SHARED_BYTES_OF_TWO if variant == "two programs" else SHARED_BYTES
     assert built.shared_bytes <= limit and built.local_bytes == 0 and built.stack_bytes <= 160, str(built)
 
 
