@@ -13,8 +13,11 @@ head of keys and queries is kept as two halves of its dimension: rope pairs elem
 so both are also one matrix. Values are kept in blocks of 64 dimensions.
 
 New keys and queries are rows of one loop that norms and rotates them; row p % 8 of the first eight is the new key at position p, as it lies in the cache's
-groups of 8 rows. New values are loaded with them. They are put into the block in shared memory, which only the item whose span has them needs in this step, and
-stored to the cache when the products are under way. Positions from the first new one on are never read from the cache.
+groups of 8 rows. They are put into the block in shared memory, which only the item whose span has them needs in this step, and stored to the cache when
+the products are under way. Positions from the first new one on are never read from the cache.
+
+A load that waits for another costs a trip to the L2 cache, so what an item has to load is asked for before any of it is waited for: its keys and queries, the
+next item's row of the plan; behind them that one's page and the new values, which are waited for where weights meet them.
 
 What does not depend on this layer's products, the plan and the old keys, is loaded by `prepare`, ahead of the barrier behind them.
 
@@ -30,7 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..moe.stream import cta_barrier
-from .attention_rows import ROWS_AT_ONCE, append, load, new_keys, operand, place, stage, staged_rows
+from .attention_rows import ROWS_AT_ONCE, added, append, ask, ask_rows, new_keys, operand, place, stage, staged_rows
 from .merge_device import exp2, merge_arrived, merge_columns, nothing, row_lanes, spans_of_row
 from .plan import CHUNK, FIELDS
 
@@ -205,6 +208,7 @@ def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, 
     TO_VALUES: gl.constexpr = G * _CHUNK * 2 * HALF   # from the keys of a chunk to its values
     SPLIT: gl.constexpr = C * (H + 2 * G) * 2 * HALF
     k, v, q, weights = buffers
+    x = (qkv_ptr, norm_ptr, cos_ptr, sin_ptr)
     eights = q._reinterpret(gl.bfloat16, [2 * STAGED // 8, 8, HALF], operand(HALF))     # the first of a half are the new keys
     q_lo = eights.index(1)._reinterpret(gl.bfloat16, [QUERIES, HALF], operand(HALF))
     q_hi = eights.index(STAGED // 8 + 1)._reinterpret(gl.bfloat16, [QUERIES, HALF], operand(HALF))
@@ -234,6 +238,10 @@ def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, 
         new, own, behind = start - base, start + before - base, start + run - base      # first new row of the block, first of the item's own, end
         own_end = start + total - base
         has_new = new < KEYS
+        # New keys and queries: all are asked for before any is waited for.
+        of_item = (first_column, before, total, run, start, group)
+        rows = ask_rows(0, opens, x, of_item, H, G, HALF, NORM, SPLITS, SPLIT, CAUSAL, NUM_WARPS)
+        then = ask_rows(1, opens, x, of_item, H, G, HALF, NORM, SPLITS, SPLIT, CAUSAL, NUM_WARPS)
         into = cache_ptr + (keys + base % _CHUNK * (2 * HALF))
         _fetch(v, into + TO_VALUES, new, VALUES, 64, HALF, KEYS, NUM_WARPS)
         async_copy.commit_group()
@@ -245,19 +253,17 @@ def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, 
         next_column, next_columns, next_start, next_slot = _four(row, there, first_column, columns, start, slot)
         next_first, next_end, next_span, next_spans = _four(row + 4, there, first, end, span, spans)
         next_block = gl.where(more, block + 1, next_first * (_CHUNK // KEYS))
+        if opens:
+            stage(q, rows, then, x, of_item, H, G, HALF, EPS, NORM, SPLITS, SPLIT, QUERIES, CAUSAL, NUM_WARPS)
+        # Behind them: the page waits for the plan's row. New values, row j of eight is the new position of which it is the remainder, are awaited where used.
         page = gl.load(pages_ptr + next_slot * num_pages + next_block // (_CHUNK // KEYS), mask=more | there, other=0)
-
-        # New values, and new keys and queries: row j of eight is the new position of which it is the remainder.
         value_at = new + ((nothing() + gl.arange(0, 8, gl.SliceLayout(1, VALUE_ROW)) - start) & 7)
         e = gl.arange(0, 64, gl.SliceLayout(0, VALUE_ROW))[None, :]
         at = qkv_ptr + (((first_column + value_at - new) * (H + 2 * G) + (H + G) + group) * (2 * HALF))[:, None] + e
-        new_values = ()
+        value_parts = ()
         for i in gl.static_range(VALUES // 64):
             mask = (value_at < gl.minimum(behind, KEYS))[:, None] & (i * 64 + e < 2 * HALF)
-            new_values = new_values + (load(at + i * 64, mask, SPLITS, SPLIT).to(gl.bfloat16),)
-        if opens:
-            stage(q, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, first_column, before, total, run, start, group, H, G, HALF, EPS, NORM, SPLITS, SPLIT, QUERIES, CAUSAL,
-                  NUM_WARPS)
+            value_parts = value_parts + ask(at + i * 64, mask, SPLITS, SPLIT)
         _stamp(stamps_ptr, 1, number, STAMPED, NUM_WARPS)
 
         new_at = new + ((nothing() + gl.arange(0, 8, gl.SliceLayout(1, ROW)) - start) & 7)
@@ -295,6 +301,9 @@ def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, 
         sums = gl.where(opens, 0.0, sums * kept[None, :]) + weight.to(gl.float32)
         mixed = mixed * gl.convert_layout(kept, gl.SliceLayout(0, MIXED))[None, :]
         _stamp(stamps_ptr, 2, number, STAMPED, NUM_WARPS)
+        new_values = ()
+        for i in gl.static_range(VALUES // 64):
+            new_values = new_values + (added(value_parts, i * SPLITS, SPLITS).to(gl.bfloat16),)
         async_copy.wait_group(1)
         if has_new:
             cta_barrier()

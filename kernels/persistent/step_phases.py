@@ -17,7 +17,7 @@ from ..moe.rolled import begin_tile, first_pairs, parts_at_once, roll_down, roll
 from ..moe.routing import TILE_COLUMNS
 from ..moe.stream import column_lanes, columns_of, cta_barrier, here, program, row_major, stage_range, tiles_of_ends
 from .attention_device import attend, prepare, value_width
-from .attention_rows import operand, staged_rows
+from .attention_rows import ROWS_AT_ONCE, operand, staged_rows
 from .fragments import NUM_WARPS
 from .merge_device import merge_columns, spans_of_row
 from .plan import CHUNK, plan_step, words_cache
@@ -58,7 +58,7 @@ def attention_buffers(m, HALF: gl.constexpr, QUERY_UNIT: gl.constexpr, S: gl.con
     VALUES: gl.constexpr = value_width(HALF)
     STAGED: gl.constexpr = staged_rows(S.QUERIES)
     v = area.index(0)._reinterpret(gl.bfloat16, [VALUES // 64 * S.KEYS // 8, 8, 64], operand(64))
-    q = area.index(QUERY_UNIT)._reinterpret(gl.bfloat16, [2 * STAGED // 16, 16, HALF], K)
+    q = area.index(QUERY_UNIT)._reinterpret(gl.bfloat16, [2 * STAGED // ROWS_AT_ONCE, ROWS_AT_ONCE, HALF], K)
     weights = area.index(QUERY_UNIT + 2 * STAGED * HALF * 2 // 1024)._reinterpret(gl.bfloat16, [S.KEYS, S.QUERIES], operand(S.QUERIES))
     return keys, v, q, weights
 
