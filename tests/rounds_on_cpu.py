@@ -17,6 +17,7 @@ from kilotok.kernels.persistent.plan import CHUNK
 from kilotok.kernels.persistent.round_inputs import TILE, RoundInputs
 from kilotok.kernels.persistent.rounds import RoundKernel
 from kilotok.kernels.persistent.step_code import layouts_of
+from kilotok.kernels.persistent.tagged import LAUNCH_TAG
 from kilotok.kernels.sampling import gumbel_noise_ref
 
 TARGET = StepShape(hidden_size=96, num_layers=2, heads=Heads(num_heads=4, num_kv_heads=2, head_dim=32, rms_eps=1e-6), num_experts=8, experts_per_token=2,
@@ -81,12 +82,14 @@ class RoundsOnCpu:
         descriptors = (*(m.words.view(-1, 256) for m in (w.qkv, w.out, w.router, w.head)),
                        *(t for e, c in experts for t in (e.codes.view(-1, 256), e.scales.view(-1, c.SCALE_BOX))))
         table_width, pages, taps = self.state.pages_SP.shape[1], self.state.cache.shape[1], len(w.shape.taps)
+        tag = self.state.tags.take(rounds * w.shape.num_layers) if phase == "rounds" else LAUNCH_TAG
         if phase == "rounds" or phase in ROUND_PHASES:
             descriptors = (*descriptors, *(m.words.view(-1, 256) for m in (d.qkv, d.out, d.gate_up, d.down, d.fc, d.keys)))
             self.kernel.launch(descriptors, self.pointers, w.shape.num_layers, d.shape.num_layers, rounds, table_width, pages, 1000, layer, taps, int(drafts),
-                               assumed, code=code, draft=(self.draft_pointers, self.draft_code.of_phase(phase)))
+                               assumed, tag, code=code, draft=(self.draft_pointers, self.draft_code.of_phase(phase)))
         else:
-            self.kernel.launch(descriptors, self.pointers, w.shape.num_layers, 1, table_width, pages, 1000, layer, taps, code=code.of_phase(phase))
+            self.kernel.launch(descriptors, self.pointers, w.shape.num_layers, 1, table_width, pages, 1000, layer, taps, tag,
+                               code=code.of_phase(phase))
 
     # --- as a RoundKernel ---
 

@@ -143,9 +143,9 @@ def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layer
     # instead of weights: bytes of a box
     descriptors = [torch.tensor([[size]]) for size in (4096,) * 5 + (4 * code.up.SCALE_BOX, 4096, 4 * code.down.SCALE_BOX) + (4096,) * (6 if draft else 0)]
     if draft_code is None:
-        kernel.launch(tuple(descriptors), memory(POINTER_TYPES), num_layers, num_steps, 1, 1, 1000, 0, 1, code=code)
+        kernel.launch(tuple(descriptors), memory(POINTER_TYPES), num_layers, num_steps, 1, 1, 1000, 0, 1, 1, code=code)
     else:
-        kernel.launch(tuple(descriptors), memory(POINTER_TYPES), num_layers, draft_code.LAYERS, num_steps, 1, 1, 1000, 0, 1, int(drafts), -1, code=code,
+        kernel.launch(tuple(descriptors), memory(POINTER_TYPES), num_layers, draft_code.LAYERS, num_steps, 1, 1, 1000, 0, 1, int(drafts), -1, 1, code=code,
                       draft=(memory(DRAFT_POINTER_TYPES), draft_code))
     return counts
 

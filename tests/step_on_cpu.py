@@ -17,12 +17,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import gluon_on_cpu as base
+import tagged_on_cpu
 import torch
 from gluon_on_cpu import LANGUAGE, Pointer
+from thread_waits import Stuck, waits
 from torch import Tensor
 
 _DEVICE_MODULES = ("moe.stream", "moe.device", "moe.rolled", *(f"persistent.{name}" for name in (
-    "dense_device", "rolled_dense", "merge_device", "attention_rows", "attention_device", "plan", "router", "sample_device",
+    "tagged", "dense_device", "rolled_dense", "merge_device", "attention_rows", "attention_device", "plan", "router", "sample_device",
     "step_dense", "step_phases", "step_consumer", "step_device", "draft_phases", "draft_choose", "draft_dense", "draft_consumer", "draft_device")))
 _here = base._state
 
@@ -42,48 +44,6 @@ class Word(int):
 
 def _range(*bounds: Any) -> Any:
     return map(Word, builtins.range(*(int(b) for b in bounds)))
-
-
-class Stuck(RuntimeError):
-    """A wait without an end."""
-
-
-class Waits:
-    """Who waits for what. When all threads wait and none for what is already true, nobody will ever end a wait."""
-
-    def __init__(self) -> None:
-        self.lock, self.failed, self.live = threading.Lock(), threading.Event(), 0
-        self.waiting: dict[int, tuple[Callable[[], bool], str]] = {}
-
-    def begin(self, threads: int) -> None:
-        self.failed.clear()
-        self.live, self.waiting = threads, {}
-
-    def add(self, threads: int) -> None:
-        with self.lock:
-            self.live += threads
-            self._check()
-
-    def wait(self, condition: threading.Condition, what: Callable[[], bool], text: str) -> None:
-        """Until `what` is true; `condition` is held."""
-        if what():
-            return
-        me = threading.get_ident()
-        with self.lock:
-            self.waiting[me] = what, f"program {_here.program}, {threading.current_thread().name}: {text}"
-            self._check()
-        while not condition.wait_for(what, timeout=0.5):
-            if self.failed.is_set():
-                raise Stuck(self.waiting[me][1])
-        with self.lock:
-            del self.waiting[me]
-
-    def _check(self) -> None:
-        if self.waiting and len(self.waiting) == self.live and not any(what() for what, _ in self.waiting.values()):
-            self.failed.set()
-
-
-_waits = Waits()
 
 
 class Barrier:
@@ -107,7 +67,7 @@ class Barrier:
 
     def wait(self, parity: Any) -> None:
         with self.condition:
-            _waits.wait(self.condition, lambda: self.completed & 1 != int(parity), f"{self.completed} phases are complete; waits for parity {int(parity)}")
+            waits.wait(self.condition, lambda: self.completed & 1 != int(parity), f"{self.completed} phases are complete; waits for parity {int(parity)}")
 
 
 class Grid:
@@ -123,7 +83,7 @@ class Grid:
                 self.arrived, self.passed = 0, turn + 1
                 self.condition.notify_all()
             else:
-                _waits.wait(self.condition, lambda: self.passed != turn, f"barrier {turn} over the grid, where {self.arrived} of {self.members} are")
+                waits.wait(self.condition, lambda: self.passed != turn, f"barrier {turn} over the grid, where {self.arrived} of {self.members} are")
 
 
 class Barriers:
@@ -266,6 +226,12 @@ def _assembly(modules: dict[str, ModuleType]) -> Callable[..., Any]:
             return operands[0]
         if "%ctaid.x" in ptx:
             return operands[0] + _here.program
+        if tagged_on_cpu.loads(ptx):
+            return tagged_on_cpu.load(ptx, operands, waits.poll)
+        if "st.relaxed.gpu.global.b64" in ptx:
+            return tagged_on_cpu.store(*operands)
+        if ptx.startswith("fence."):
+            return operands[0]
         if ptx.startswith("mul.bf16x2"):
             return _prescale(*operands)
         if ptx.startswith("ld.relaxed.sys"):
@@ -341,7 +307,7 @@ class Kernel:
 
     def _fail(self, error: BaseException) -> None:
         self.errors.append(error)
-        _waits.failed.set()
+        waits.failed.set()
 
     def _specialize(self, functions: list[tuple[Any, tuple[Any, ...]]], _warps: Any, _registers: Any) -> None:
         program = _here.program
@@ -353,21 +319,21 @@ class Kernel:
             except BaseException as error:
                 self._fail(error)
             finally:
-                _waits.add(-1)
+                waits.add(-1)
 
-        _waits.add(len(functions) - 1)    # these instead of this one, which only waits for them
+        waits.add(len(functions) - 1)    # these instead of this one, which only waits for them
         threads = [threading.Thread(target=run, args=f, name=f"{f[0].__name__} {f[1][-1]}", daemon=True) for f in functions]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        _waits.add(1)
+        waits.add(1)
 
     def launch(self, descriptors: tuple[Tensor, ...], pointers: Any, *numbers: int, code: Any, draft: tuple[Any, Any] | None = None) -> None:
         """`step_kernel` by every program at once; with the draft's pointers and code `round_kernel`. descriptors: tensors as TMA sees them."""
         module, name = ("step_device", "step_kernel") if draft is None else ("draft_device", "round_kernel")
         kernel = vars(self.modules[f"persistent.{module}"])[name]
-        _waits.begin(len(self.present))
+        waits.begin(len(self.present))
         p = [type(group)(*(Pointer(t) for t in group)) for group in (pointers, *(() if draft is None else draft[:1]))]
         codes = (code, *(() if draft is None else draft[1:]))
         Pointer.to = lambda self, *_a, **_o: self  # type: ignore[attr-defined]
@@ -381,7 +347,7 @@ class Kernel:
             except BaseException as error:
                 self._fail(error)
             finally:
-                _waits.add(-1)
+                waits.add(-1)
 
         with base.bitcasts():
             threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in self.present]

@@ -24,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 UNSCALE = gl.constexpr(2.0**26)           # 2**126 of the codes / 2**100 of the activations
 _PRESCALE_PAIR = gl.constexpr(0x71807180)  # bf16 2**100, twice
+_TAGGED_PTX = gl.constexpr("{ .reg .pred p; .reg .b64 word; setp.ne.u32 p, $4, 0; mov.b64 word, {$2, $3}; @p st.relaxed.gpu.global.b64 [$1], word; "
+                           "mov.u32 $0, 0; }")
 CODE_BOX = gl.constexpr(256)              # words of a TMA row; a box is a unit: NUM_WARPS / 2 rows
 cta_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier   # its name from Triton 3.7 on, and before
 
@@ -104,6 +106,14 @@ def hidden(number):
     """number, where no compiler knows it: a loop of so many rounds stays one, and does not become their code one after the other."""
     return gl.inline_asm_elementwise("{ .reg .u32 none; mov.u32 none, %nctaid.x; shr.u32 none, none, 31; add.u32 $0, $1, none; }", "=r,r", [number],
                                      dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def store_tagged(words_ptr, values, tag, live):
+    """Values with their tag to words of fp32 [..., 2], which `persistent/tagged.py` describes; one store each, where `live`."""
+    ptx: gl.constexpr = _TAGGED_PTX
+    gl.inline_asm_elementwise(ptx, "=r,l,r,r,r", [words_ptr.to(gl.int64, bitcast=True), values.to(gl.int32, bitcast=True), tag, live.to(gl.int32)],
+                              dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -62,8 +62,8 @@ def _attention(m, p, q, kind, layer, at, table_width, cache_pages, polls, S: gl.
 
 
 @gluon.jit
-def _all_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, num_taps, drafts, assumed, S: gl.constexpr, T: gl.constexpr,
-                PART: gl.constexpr):
+def _all_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, num_taps, drafts, assumed, sequence, S: gl.constexpr,
+                T: gl.constexpr, PART: gl.constexpr):
     """A round of the inner loop is a matrix, with what lies between it and the next; `at` counts barriers, for their stamps."""
     met, go, done, word = m[5], m[8], m[9], m[10]
     slot = gl.to_tensor(0)
@@ -141,10 +141,10 @@ def _launch(m, p, q, layer, kind: gl.constexpr, S: gl.constexpr, T: gl.constexpr
 
 
 @gluon.jit
-def consume_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, S: gl.constexpr,
+def consume_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, sequence, S: gl.constexpr,
                    T: gl.constexpr, PART: gl.constexpr):
     if T.PHASE == "rounds":
-        _all_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, num_taps, drafts, assumed, S, T, PART)
+        _all_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, num_taps, drafts, assumed, sequence, S, T, PART)
     elif T.PHASE == "draft_embed":
         draft_embed_phase(p, q, S, T, PART)
     elif T.PHASE == "draft_qkv":

@@ -87,20 +87,21 @@ def _round_producer(d, m, p, num_layers, draft_layers, layer, drafts, S: gl.cons
         stream_matrix(keys_desc, ring, full, empty, slot, phase, 0, KEYS, S, PART)
 
 
-@gluon.jit(do_not_specialize=["num_layers", "draft_layers", "num_rounds", "table_width", "cache_pages", "polls", "layer", "num_taps", "drafts", "assumed"])
+@gluon.jit(do_not_specialize=["num_layers", "draft_layers", "num_rounds", "table_width", "cache_pages", "polls", "layer", "num_taps", "drafts", "assumed",
+                              "sequence"])
 def round_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_scales_desc, down_codes_desc, down_scales_desc, draft_qkv_desc, draft_out_desc,
                  draft_gate_up_desc, draft_down_desc, fc_desc, keys_desc, p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer,
-                 num_taps, drafts, assumed, S: gl.constexpr, T: gl.constexpr):
+                 num_taps, drafts, assumed, sequence, S: gl.constexpr, T: gl.constexpr):
     """num_rounds: at most. drafts: 0 for steps without. assumed: so many proposals are taken as accepted, -1: those that are. The others as `step_kernel`."""
     if T.PHASE == "draft_attention":
         keys = gl.allocate_shared_memory(gl.bfloat16, [2 * S.KEYS // 8, 8, S.KEYS_HALF], operand(S.KEYS_HALF))
         area = gl.allocate_shared_memory(gl.bfloat16, [S.AREA_UNITS, 8, 64], operand(64))
         consume_rounds((area, area, area, area, area, area, area, keys), p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer,
-                       num_taps, drafts, assumed, S, T, 0)
+                       num_taps, drafts, assumed, sequence, S, T, 0)
     elif not T.STREAMS:
-        consume_rounds((), p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, S, T, 0)
+        consume_rounds((), p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, sequence, S, T, 0)
         if S.PARTITIONS == 2:
-            consume_rounds((), p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, S, T, 1)
+            consume_rounds((), p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, sequence, S, T, 1)
     else:
         ring, full, empty, up_scales, down_scales, go, done = make_consumer(qkv_desc, up_scales_desc, down_scales_desc, S)
         ends = gl.allocate_shared_memory(gl.int32, [1, S.EXPERTS], row_major(2))      # of the column tiles of experts
@@ -115,7 +116,7 @@ def round_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_s
         if S.PARTITIONS == 1:
             gl.warp_specialize([
                 (consume_rounds, ((ring, full, empty, area, met, met, met, keys, go, done, word, up_scales, down_scales, ends), p, q, num_layers, draft_layers,
-                                  num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, S, T, 0)),
+                                  num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, sequence, S, T, 0)),
                 (_round_producer, (d, (ring, full, empty, up_scales, down_scales, go, done, word, ends), p, num_layers, draft_layers, layer, drafts, S, T, 0)),
             ], [1], [24])
         else:
@@ -128,9 +129,10 @@ def round_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_s
             area_1 = gl.allocate_shared_memory(gl.bfloat16, [S.PRODUCT_UNITS, 8, 64], operand(64))
             gl.warp_specialize([
                 (consume_rounds, ((ring, full, empty, area, met, met, met, keys, go, done, word, up_scales, down_scales, ends, go_1, listed, done_1), p, q,
-                                  num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, S, T, 0)),
+                                  num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, sequence, S, T, 0)),
                 (consume_rounds, ((ring_1, full_1, empty_1, area_1, met, met, met, keys, go_1, done_1, word, up_scales_1, down_scales_1, ends_1, go, listed),
-                                  p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, S, T, 1)),
+                                  p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, sequence, S, T,
+                                  1)),
                 (_round_producer, (d, (ring, full, empty, up_scales, down_scales, go, done, word, ends), p, num_layers, draft_layers, layer, drafts, S, T, 0)),
                 (_round_producer, (d, (ring_1, full_1, empty_1, up_scales_1, down_scales_1, go_1, done_1, word, ends_1), p, num_layers, draft_layers, layer,
                                    drafts, S, T, 1)),

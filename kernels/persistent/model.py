@@ -35,6 +35,7 @@ from .attention import AttentionWorkspace, Heads, rope_table
 from .fragments import H200_SMS, DenseLayout, DenseWeight, choose_dense_layout, choose_rolled_layout, pack_dense
 from .plan import CHUNK
 from .router import empty_routing
+from .tagged import TagCounter
 
 BF16 = torch.bfloat16
 MAX_STEPS = 6           # of an expert's product: two consumers leave a thread 112 registers, and a step's activations take 8
@@ -341,20 +342,14 @@ class StepState:
     distinct_L: Tensor          # int32: experts that the step read
     barrier: Tensor             # int32 [1]
     fault: Tensor               # int32 [1]
+    tags: TagCounter
+
+    qkv_CW = property(lambda self: self.qkv_SCW.sum(0))                             # their sums added
+    router_logits_CE = property(lambda self: self.router_logits_SCE.sum(0))         # likewise
 
     @property
     def num_columns(self) -> int:
         return len(self.residual_CD)
-
-    @property
-    def qkv_CW(self) -> Tensor:
-        """Queries, keys and values, their sums added."""
-        return self.qkv_SCW.sum(0)
-
-    @property
-    def router_logits_CE(self) -> Tensor:
-        """Router logits, their sums added."""
-        return self.router_logits_SCE.sum(0)
 
     @property
     def num_slots(self) -> int:
@@ -396,4 +391,4 @@ class StepState:
             partials_RD=empty(pairs, shape.hidden_size, dtype=torch.float32),
             attention=AttentionWorkspace.of(heads, num_columns=num_columns, max_length=shape.max_length, device=device),
             features_CXD=empty(num_columns, len(shape.taps), shape.hidden_size, dtype=BF16), logits_CV=empty(num_columns, shape.vocab_size),
-            next_C=zeros(num_columns), distinct_L=zeros(shape.num_layers), barrier=zeros(1), fault=zeros(1))
+            next_C=zeros(num_columns), distinct_L=zeros(shape.num_layers), barrier=zeros(1), fault=zeros(1), tags=TagCounter([]))

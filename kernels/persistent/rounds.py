@@ -58,7 +58,7 @@ class RoundKernel(StepKernel):
                          assumed: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         table_width, cache_pages = self.state.pages_SP.shape[1], self.state.cache.shape[1]
         numbers = (self.shape.num_layers, self.draft_shape.num_layers, num_rounds, table_width, cache_pages, self.polls, layer, len(self.shape.taps),
-                   int(drafts), -1 if assumed is None else assumed)
+                   int(drafts), -1 if assumed is None else assumed, self._tags(draft.PHASE, num_rounds))
         return ((*self._descriptors, *self._draft_descriptors, self.pointers, self.draft_pointers, *numbers, self.code, draft),
                 round_options(self.code, draft))
 

@@ -22,10 +22,11 @@ from .barrier import SECONDS_OF_POLLS
 from .dense import descriptor
 from .model import StepInputs, StepState, StepWeights
 from .plan import check_columns
-from .step_code import LAYER_STAMPS, PHASES, SHARED_BYTES, SHARED_BYTES_OF_TWO, Pointers, StepCode, launch_options, layouts_of
+from .step_code import LAYER_STAMPS, PHASES, RESIDENT, SHARED_BYTES, SHARED_BYTES_OF_TWO, Pointers, StepCode, launch_options, layouts_of
 from .step_device import step_kernel
 from .step_memory import StepMemory
 from .step_ref import sample_ref
+from .tagged import LAUNCH_TAG
 
 LAYER_PHASES = ("qkv", "attention", "out", "router", "gate_up", "down", "add")
 _MAX_STEPS = 64
@@ -82,8 +83,17 @@ class StepKernel:
 
     def _arguments(self, code: StepCode, *, num_steps: int = 1, layer: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
         table_width, cache_pages = self.state.pages_SP.shape[1], self.state.cache.shape[1]
-        return ((*self._descriptors, self.pointers, self.shape.num_layers, num_steps, table_width, cache_pages, self.polls, layer, len(self.shape.taps), code),
-                launch_options(code))
+        return ((*self._descriptors, self.pointers, self.shape.num_layers, num_steps, table_width, cache_pages, self.polls, layer, len(self.shape.taps),
+                 self._tags(code.PHASE, num_steps), code), launch_options(code))
+
+    def _tags(self, phase: str, num_steps: int) -> int:
+        """The first tag of a launch. A graph would have the same one in every replay, so a resident kernel is never in one."""
+        if phase not in RESIDENT:
+            return LAUNCH_TAG
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("StepKernel: a resident kernel cannot be captured in a CUDA graph, as every launch has tags of its own. Capture the launches "
+                               "of phases (`capture`).")
+        return self.state.tags.take(num_steps * self.shape.num_layers)
 
     def _launch(self, code: StepCode, **numbers: int) -> None:
         self._start(step_kernel, code, *self._arguments(code, **numbers))

@@ -32,6 +32,7 @@ from .plan import num_classes
 from .router import router_constants
 
 PHASES = ("embed", "qkv", "attention", "merge", "out", "router", "gate_up", "down", "add", "head", "sample", "finish")
+RESIDENT = ("all", "rounds")        # beside them: kernels of all phases
 LAYER_STAMPS = 7                    # phases of a layer, each behind a barrier
 SLICES = 32                         # parts of the vocabulary that sampling takes apart
 _RING_BYTES = 105 * 1024            # of both consumers: what an SM has in flight at full bandwidth; more would make dependent loads wait
@@ -231,7 +232,7 @@ def layouts_of(weights: StepWeights) -> dict[str, Any]:
 
 def launch_options(code: StepCode) -> dict[str, Any]:
     """Of the compiler and the launch. Two programs an SM have 384 threads each, idle warps of the producer's group included; 256 where there is no producer."""
-    options = {"num_warps": NUM_WARPS, "launch_cooperative_grid": code.PHASE in ("all", "rounds")}
+    options = {"num_warps": NUM_WARPS, "launch_cooperative_grid": code.PHASE in RESIDENT}
     if code.PARTITIONS == 1:
         options["maxnreg"] = 128 if code.PHASE in ("embed", "attention", "merge", "add", "sample", "finish") else REGISTERS_OF_TWO
     return options

@@ -76,7 +76,7 @@ def wait_for_list(m, done, asked, S: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def _all_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, num_taps, S: gl.constexpr, PART: gl.constexpr):
+def _all_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, num_taps, sequence, S: gl.constexpr, PART: gl.constexpr):
     met, go, done, word = m[5], m[8], m[9], m[10]
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -132,7 +132,7 @@ def _all_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, nu
 
 
 @gluon.jit
-def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, num_taps, S: gl.constexpr, PART: gl.constexpr):
+def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, num_taps, sequence, S: gl.constexpr, PART: gl.constexpr):
     """The same with one piece of code for all dense products: a round of the inner loop is a matrix, with what lies between it and the next."""
     met, go, done, word = m[5], m[8], m[9], m[10]
     slot = gl.to_tensor(0)
@@ -193,11 +193,11 @@ def _rolled_launch(m, p, live, layer, kind: gl.constexpr, S: gl.constexpr, PART:
 
 
 @gluon.jit
-def consume(m, p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, S: gl.constexpr, PART: gl.constexpr):
+def consume(m, p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, sequence, S: gl.constexpr, PART: gl.constexpr):
     if S.PHASE == "all" and S.ROLLED_DENSE:
-        _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, num_taps, S, PART)
+        _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, num_taps, sequence, S, PART)
     elif S.PHASE == "all":
-        _all_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, num_taps, S, PART)
+        _all_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, num_taps, sequence, S, PART)
     else:
         zero = gl.to_tensor(0)
         live = live_of(p.words, 0, S)

@@ -158,18 +158,18 @@ def make_consumer(qkv_desc, up_scales_desc, down_scales_desc, S: gl.constexpr):
     return ring, full, empty, up_scales, down_scales, go, done
 
 
-@gluon.jit(do_not_specialize=["num_layers", "num_steps", "table_width", "cache_pages", "polls", "layer", "num_taps"])
+@gluon.jit(do_not_specialize=["num_layers", "num_steps", "table_width", "cache_pages", "polls", "layer", "num_taps", "sequence"])
 def step_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_scales_desc, down_codes_desc, down_scales_desc, p, num_layers, num_steps,
-                table_width, cache_pages, polls, layer, num_taps, S: gl.constexpr):
-    """num_steps: at most. table_width: pages of a sequence; cache_pages: of a layer. layer: of a launch of one phase."""
+                table_width, cache_pages, polls, layer, num_taps, sequence, S: gl.constexpr):
+    """num_steps: at most. table_width: pages of a sequence; cache_pages: of a layer. layer: of a launch of one phase. sequence: the first tag (tagged.py)."""
     if S.PHASE == "embed" or S.PHASE == "merge" or S.PHASE == "add" or S.PHASE == "sample" or S.PHASE == "finish":     # no weights to wait for
-        consume((), p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, S, 0)
+        consume((), p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, sequence, S, 0)
         if S.PARTITIONS == 2:
-            consume((), p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, S, 1)
+            consume((), p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, sequence, S, 1)
     elif S.PHASE == "attention":
         keys = gl.allocate_shared_memory(gl.bfloat16, [2 * S.KEYS // 8, 8, S.HALF], operand(S.HALF))
         area = gl.allocate_shared_memory(gl.bfloat16, [S.AREA_UNITS, 8, 64], operand(64))
-        consume((area, area, area, area, area, area, area, keys), p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, S, 0)
+        consume((area, area, area, area, area, area, area, keys), p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, sequence, S, 0)
     else:
         ring, full, empty, up_scales, down_scales, go, done = make_consumer(qkv_desc, up_scales_desc, down_scales_desc, S)
         ends = gl.allocate_shared_memory(gl.int32, [1, S.EXPERTS], row_major(2))      # of the column tiles of experts
@@ -183,7 +183,7 @@ def step_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_sc
         if S.PARTITIONS == 1:
             gl.warp_specialize([
                 (consume, ((ring, full, empty, area, met, met, met, keys, go, done, word, up_scales, down_scales, ends), p, num_layers, num_steps,
-                             table_width, cache_pages, polls, layer, num_taps, S, 0)),
+                             table_width, cache_pages, polls, layer, num_taps, sequence, S, 0)),
                 (_producer, (d, (ring, full, empty, up_scales, down_scales, go, done, word, ends), p, num_layers, layer, S, 0)),
             ], [1], [24])
         else:
@@ -200,9 +200,9 @@ def step_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_sc
                 area_1 = gl.allocate_shared_memory(gl.bfloat16, [S.PRODUCT_UNITS, 8, 64], operand(64))
             gl.warp_specialize([
                 (consume, ((ring, full, empty, area, pair, met, squares, keys, go, done, word, up_scales, down_scales, ends, go_1, listed, done_1),
-                             p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, S, 0)),
+                             p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, sequence, S, 0)),
                 (consume, ((ring_1, full_1, empty_1, area_1, pair, met, squares, keys, go_1, done_1, word, up_scales_1, down_scales_1, ends_1, go,
-                              listed), p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, S, 1)),
+                              listed), p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, sequence, S, 1)),
                 (_producer, (d, (ring, full, empty, up_scales, down_scales, go, done, word, ends), p, num_layers, layer, S, 0)),
                 (_producer, (d, (ring_1, full_1, empty_1, up_scales_1, down_scales_1, go_1, done_1, word, ends_1), p, num_layers, layer, S, 1)),
             ], [_WARPS, 1, 1], [96, 24, 24])

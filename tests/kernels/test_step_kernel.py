@@ -24,6 +24,7 @@ from kilotok.kernels.persistent.attention import FORM
 from kilotok.kernels.persistent.step import StepKernel, layer_phases
 from kilotok.kernels.persistent.step_code import PHASES, REGISTERS_OF_TWO, SHARED_BYTES, SHARED_BYTES_OF_TWO, DenseCode, ExpertCode, StepCode, layouts_of
 from kilotok.kernels.persistent.step_memory import StepMemory
+from kilotok.kernels.persistent.tagged import LAUNCH_TAG
 from kilotok.kernels.sampling import gumbel_noise_ref
 
 PROGRAMS = 3
@@ -59,8 +60,9 @@ class OnCpu:
         experts = ((w.experts.gate_up, code.up), (w.experts.down, code.down))
         descriptors = (*(m.words.view(-1, 256) for m in (w.qkv, w.out, w.router, w.head)),
                        *(t for e, c in experts for t in (e.codes.view(-1, 256), e.scales.view(-1, c.SCALE_BOX))))
+        tag = self.state.tags.take(num_steps * w.shape.num_layers) if phase == "all" else LAUNCH_TAG
         self.kernel.launch(descriptors, self.pointers, w.shape.num_layers, num_steps, self.state.pages_SP.shape[1], self.state.cache.shape[1], 1000, layer,
-                           len(w.shape.taps), code=code.of_phase(phase))
+                           len(w.shape.taps), tag, code=code.of_phase(phase))
 
     def launches(self) -> None:
         self.launch(phase="embed")
