@@ -107,6 +107,11 @@ def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layer
     def nothing(*_: Any, **__: Any) -> Any:
         return _NOTHING
 
+    def attend(*arguments: Any) -> None:
+        *_, ahead, given, turn = arguments
+        if ahead:
+            given.wait(int(turn) & 1)
+
     products: dict[str, Any] = {
         "load_activations": lambda *_: ((), ()), "activations": lambda *_: ((), ()), "begin_tile": lambda *_: ((), (), _NO_COLUMN),
         "multiply": lambda *_: (_NOTHING,), "down_columns": lambda *_: (0, 0, 0), "store_channels": nothing,
@@ -120,12 +125,12 @@ def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layer
         "moe.device": products, "moe.rolled": products,
         "persistent.step_dense": {"live_of": lambda *_: 255},
         "persistent.step_phases": {"choose_experts": route, "clear_list": nothing, "write_list": nothing, "write_weights": nothing,
-                                   "columns_of_tile": lambda *_: 0, "first_pairs": lambda *_: 0, "attend": nothing, "prepare": nothing,
-                                   "merge_columns": nothing, "spans_of_row": nothing},
+                                   "columns_of_tile": lambda *_: 0, "first_pairs": lambda *_: 0, "attend": attend, "prepare": nothing,
+                                   "fetch_values": nothing, "merge_columns": nothing, "spans_of_row": nothing},
         "persistent.step_consumer": {"live_of": lambda *_: 255, "embed_phase": nothing, "add_phase": nothing, "sample_phase": nothing, "finish_phase": nothing,
                                    "load_norm": nothing},
         "persistent.draft_dense": {"live_of": lambda *_: 255},
-        "persistent.draft_phases": {"attend": nothing, "prepare": nothing, "merge_columns": nothing, "spans_of_row": nothing},
+        "persistent.draft_phases": {"attend": attend, "prepare": nothing, "fetch_values": nothing, "merge_columns": nothing, "spans_of_row": nothing},
         "persistent.draft_consumer": {"live_of": lambda *_: 255, **dict.fromkeys((
             "embed_phase", "add_phase", "sample_phase", "draft_embed_phase", "draft_sample_phase", "choose_phase", "accept_phase", "append_phase"), nothing)},
     }

@@ -1,6 +1,6 @@
 # Device code has no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
-# ruff: noqa: RUF005 (a tuple of tensors grows by +)
+# ruff: noqa: RUF005, SIM102 (a tuple of tensors grows by +; one condition may be known when compiling and the next not)
 
 """The device code of a step's attention; attention.py says what it computes.
 
@@ -19,7 +19,8 @@ the products are under way. Positions from the first new one on are never read f
 A load that waits for another costs a trip to the L2 cache, so what an item has to load is asked for before any of it is waited for: its keys and queries, the
 next item's row of the plan; behind them that one's page and the new values, which are waited for where weights meet them.
 
-What does not depend on this layer's products, the plan and the old keys, is loaded by `prepare`, ahead of the barrier behind them.
+What does not depend on this layer's products, the plan and the old keys, is loaded by `prepare`, ahead of the barrier behind them. So are the old values of
+the first item, by other threads that have nothing else to do (AHEAD: `fetch_values`, and behind the barrier `give_values`), or else as far as the L2 cache.
 
 CAUSAL: a column sees the keys of its run up to its own; else those of the whole run, which then every part of it puts into the block and only the columns'
 own part stores.
@@ -30,7 +31,7 @@ that comes last (`merge_arrived`), or by all programs behind a barrier over the 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ..moe.stream import cta_barrier
 from .attention_rows import ROWS_AT_ONCE, added, append, ask, ask_rows, new_keys, operand, place, stage, staged_rows
@@ -124,19 +125,38 @@ def _to_l2(from_ptr, lines, LINES: gl.constexpr, NUM_WARPS: gl.constexpr):
 
 @gluon.jit
 def prepare(k, norm_ptr, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, num_pages, number, H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr,
-            NORM: gl.constexpr, KEYS: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """What program `number` needs of its first item and has before this layer's queries, keys and values: the plan; its keys, on the way; its values and the
-    norms, on the way to the L2 cache. Returns the item for `attend`."""
+            NORM: gl.constexpr, KEYS: gl.constexpr, NUM_WARPS: gl.constexpr, AHEAD: gl.constexpr = False):
+    """What program `number` needs of its first item and has before this layer's queries, keys and values: the plan; its keys, on the way; its values, unless
+    AHEAD, and the norms, on the way to the L2 cache. Returns the item for `attend`."""
     items = gl.load(num_rows_ptr) * G
     item = _item(pages_ptr, rows_ptr, num_pages, number, items, G, HALF)
     keys = cache_ptr + item[8]
     before = item[2] - item[4] * _CHUNK
     _fetch(k, keys, before, 2 * HALF, HALF, HALF, KEYS, NUM_WARPS)
     async_copy.commit_group()
-    _to_l2(keys + G * _CHUNK * 2 * HALF, gl.minimum(before, KEYS) * 2 * HALF // 64, KEYS * 2 * HALF // 64, NUM_WARPS)
+    if not AHEAD:
+        _to_l2(keys + G * _CHUNK * 2 * HALF, gl.minimum(before, KEYS) * 2 * HALF // 64, KEYS * 2 * HALF // 64, NUM_WARPS)
     if NORM:
         _to_l2(norm_ptr, gl.where(number < items, (H + G) * 2 * HALF // 64, 0), (H + G) * 2 * HALF // 64, NUM_WARPS)
     return (items,) + item
+
+
+@gluon.jit
+def fetch_values(v, cache_ptr, pages_ptr, rows_ptr, num_rows_ptr, num_pages, number, G: gl.constexpr, HALF: gl.constexpr, KEYS: gl.constexpr,
+                 NUM_WARPS: gl.constexpr):
+    """The values of that item, on the way: by threads that do not attend, of `NUM_WARPS` warps, into memory that they have used until now."""
+    item = _item(pages_ptr, rows_ptr, num_pages, number, gl.load(num_rows_ptr) * G, G, HALF)
+    cta_barrier()       # all warps are done with what was there
+    _fetch(v, cache_ptr + (item[8] + G * _CHUNK * 2 * HALF), item[2] - item[4] * _CHUNK, value_width(HALF), 64, HALF, KEYS, NUM_WARPS)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def give_values(there):
+    """They are there for the wgmma of whoever waits for the mbarrier `there`, of one arrival a layer, item or not."""
+    async_copy.wait_group(0)
+    _arrived()
+    mbarrier.arrive(there, count=1)
 
 
 # --- an item ---
@@ -193,10 +213,12 @@ def _store_partial(mixed_ptr, stats_ptr, largest, sums, mixed, first, count, HAL
 def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, pages_ptr, rows_ptr, mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, num_pages,
            number, stamps_ptr, PROGRAMS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr, SCALE: gl.constexpr,
            EPS: gl.constexpr, NORM: gl.constexpr, WINDOW: gl.constexpr, LAST_MERGES: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr,
-           SPLITS: gl.constexpr, STAMPED: gl.constexpr, NUM_WARPS: gl.constexpr, CAUSAL: gl.constexpr = True):
+           SPLITS: gl.constexpr, STAMPED: gl.constexpr, NUM_WARPS: gl.constexpr, CAUSAL: gl.constexpr = True, AHEAD: gl.constexpr = False, given=None,
+           turn=None):
     """The items of program `number` of PROGRAMS: one from the front of the plan, then one from the back of every further round. first_item: of `prepare`.
 
-    SCALE: of scores, with log2(e) in it. Leaves shared memory behind a barrier over the program only.
+    SCALE: of scores, with log2(e) in it. AHEAD: the first item's first values come by `fetch_values`; given: where `give_values` says so, with the parity of
+    `turn`. Leaves shared memory behind a barrier over the program only.
     """
     R: gl.constexpr = H // G
     VALUES: gl.constexpr = value_width(HALF)
@@ -243,7 +265,12 @@ def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, 
         rows = ask_rows(0, opens, x, of_item, H, G, HALF, NORM, SPLITS, SPLIT, CAUSAL, NUM_WARPS)
         then = ask_rows(1, opens, x, of_item, H, G, HALF, NORM, SPLITS, SPLIT, CAUSAL, NUM_WARPS)
         into = cache_ptr + (keys + base % _CHUNK * (2 * HALF))
-        _fetch(v, into + TO_VALUES, new, VALUES, 64, HALF, KEYS, NUM_WARPS)
+        fetched = (item == number) & opens      # with AHEAD
+        if AHEAD:
+            if not fetched:
+                _fetch(v, into + TO_VALUES, new, VALUES, 64, HALF, KEYS, NUM_WARPS)
+        else:
+            _fetch(v, into + TO_VALUES, new, VALUES, 64, HALF, KEYS, NUM_WARPS)
         async_copy.commit_group()
 
         # What the block behind this one needs, of the item or of the next.
@@ -305,6 +332,9 @@ def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, 
         for i in gl.static_range(VALUES // 64):
             new_values = new_values + (added(value_parts, i * SPLITS, SPLITS).to(gl.bfloat16),)
         async_copy.wait_group(1)
+        if AHEAD:
+            if fetched:
+                mbarrier.wait(given, turn & 1)
         if has_new:
             cta_barrier()
             place(v, new_values, value_at, new, behind, VALUES // 64, KEYS, VALUE_ROW)

@@ -81,12 +81,15 @@ def round_code(shape: StepShape, draft: DraftShape, *, layouts: dict[str, Any], 
     assert max(dense[name].NUM_BLOCKS for name in ("qkv", "gate_up", "keys")) <= code.X_STAGES * code.STAGE_BLOCKS, "a norm of the same width"
     heads, half = draft.heads, draft.heads.head_dim // 2
     values = value_width(half) * code.KEYS * 2
-    attention = values + 2 * staged_rows(code.QUERIES) * half * 2 + code.KEYS * code.QUERIES * 2
+    attention = 2 * staged_rows(code.QUERIES) * half * 2 + code.KEYS * code.QUERIES * 2 + (0 if code.VALUES_AHEAD else values)
     part_columns = 1 << (min(8, code.QUERIES // (heads.num_heads // heads.num_kv_heads)).bit_length() - 1)
-    return (replace(code, PHASE="rounds", WORDS_CHANGE=True, KEYS_HALF=max(code.HALF, half), AREA_UNITS=max(code.AREA_UNITS, -(-attention // AREA_UNIT))),
+    value_units = max(code.VALUE_UNITS, values // AREA_UNIT)
+    return (replace(code, PHASE="rounds", WORDS_CHANGE=True, KEYS_HALF=max(code.HALF, half), AREA_UNITS=max(code.AREA_UNITS, -(-attention // AREA_UNIT)),
+                    VALUE_UNITS=value_units, PRODUCT_UNITS=max(code.PRODUCT_UNITS, value_units if code.VALUES_AHEAD else 0)),
             DraftCode(PHASE="rounds", N=draft.block_size, LAYERS=draft.num_layers, EPS=draft.rms_eps, F=draft.intermediate_size, MAX_LENGTH=draft.max_length,
                       H=heads.num_heads, G=heads.num_kv_heads, HALF=half, SCALE=heads.scale, QK_EPS=heads.rms_eps or 0.0, WINDOW=heads.window or 0,
-                      CAUSAL=draft.causal, PART_COLUMNS=part_columns, CLASSES=num_classes(draft.max_length), QUERY_UNIT=values // AREA_UNIT, **dense))
+                      CAUSAL=draft.causal, PART_COLUMNS=part_columns, CLASSES=num_classes(draft.max_length),
+                      QUERY_UNIT=0 if code.VALUES_AHEAD else values // AREA_UNIT, **dense))
 
 
 class DraftPointers(NamedTuple):

@@ -17,6 +17,7 @@ from .draft_phases import (
     draft_merge_phase,
     draft_spans_to_merge,
     prepare_draft_attention,
+    prepare_draft_values,
 )
 from .fragments import NUM_WARPS
 from .step_consumer import another_step, ask, stamp, wait_for_all, wait_for_list
@@ -29,22 +30,28 @@ from .step_phases import (
     gate_up_phase,
     merge_phase,
     prepare_attention,
+    prepare_values,
     sample_phase,
     spans_to_merge,
+    values_arrive,
 )
 
 _WARPS = gl.constexpr(NUM_WARPS)
 
 
 @gluon.jit
-def _attention(m, p, q, kind, layer, at, table_width, cache_pages, polls, S: gl.constexpr, T: gl.constexpr, PART: gl.constexpr):
+def _attention(m, p, q, kind, layer, at, turn, table_width, cache_pages, polls, S: gl.constexpr, T: gl.constexpr, PART: gl.constexpr):
     """Attention behind a product of queries, keys and values, the target's or the draft's."""
     if kind == QKV:
         if PART == 0:
             item = prepare_attention(m, p, layer, table_width, cache_pages, S)
+        elif S.VALUES_AHEAD:
+            prepare_values(m, p, layer, table_width, cache_pages, S)
         wait_for_all(p, polls, at, S, PART)
         if PART == 0:
-            attention_phase(m, p, item, layer, table_width, cache_pages, S)
+            attention_phase(m, p, item, layer, table_width, cache_pages, turn, S)
+        elif S.VALUES_AHEAD:
+            values_arrive(m)
         if not S.LAST_MERGES:
             spans = spans_to_merge(p, S, PART)
             step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
@@ -52,9 +59,13 @@ def _attention(m, p, q, kind, layer, at, table_width, cache_pages, polls, S: gl.
     else:
         if PART == 0:
             item = prepare_draft_attention(m, p, q, layer, table_width, cache_pages, S, T)
+        elif S.VALUES_AHEAD:
+            prepare_draft_values(m, p, q, layer, table_width, cache_pages, S, T)
         wait_for_all(p, polls, at, S, PART)
         if PART == 0:
-            draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, S, T)
+            draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, turn, S, T)
+        elif S.VALUES_AHEAD:
+            values_arrive(m)
         if not S.LAST_MERGES:
             spans = draft_spans_to_merge(p, q, S, T, PART)
             step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
@@ -73,6 +84,7 @@ def _all_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cach
     number = gl.to_tensor(0)
     another = gl.to_tensor(1)
     live = gl.to_tensor(0)
+    attended = gl.to_tensor(0)
     while another != 0:
         asked = ask(go, done, asked)
         at = gl.to_tensor(0)
@@ -95,8 +107,9 @@ def _all_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cach
                 live = live_of(words_of(p, kind, S), 0, S)
             slot, phase = round_product(m, p, q, slot, phase, live, kind, matrix, more, begun, S, PART)
             if (kind == QKV) | (kind == DRAFT_QKV):
-                _attention(m, p, q, kind, layer, at, table_width, cache_pages, polls, S, T, PART)
+                _attention(m, p, q, kind, layer, at, attended, table_width, cache_pages, polls, S, T, PART)
                 at += 1
+                attended += 1
             if kind == ROUTER:
                 wait_for_all(p, polls, at, S, PART)
                 wait_for_list(m, done, asked, S, PART)
@@ -152,7 +165,7 @@ def consume_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, c
     elif T.PHASE == "draft_attention":
         if PART == 0:
             item = prepare_draft_attention(m, p, q, layer, table_width, cache_pages, S, T)
-            draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, S, T)
+            draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, 0, S, T)
     elif T.PHASE == "draft_merge":
         draft_merge_phase(p, q, draft_spans_to_merge(p, q, S, T, PART), S, T, PART)
     elif T.PHASE == "draft_out":

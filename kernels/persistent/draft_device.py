@@ -25,7 +25,7 @@ from ..moe.stream import row_major
 from .attention_rows import operand
 from .draft_consumer import consume_rounds
 from .fragments import NUM_WARPS
-from .step_device import make_consumer, stream_chosen, stream_layer, stream_matrix
+from .step_device import make_consumer, second_area, stream_chosen, stream_layer, stream_matrix
 
 _WARPS = gl.constexpr(NUM_WARPS)
 
@@ -96,7 +96,10 @@ def round_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_s
     if T.PHASE == "draft_attention":
         keys = gl.allocate_shared_memory(gl.bfloat16, [2 * S.KEYS // 8, 8, S.KEYS_HALF], operand(S.KEYS_HALF))
         area = gl.allocate_shared_memory(gl.bfloat16, [S.AREA_UNITS, 8, 64], operand(64))
-        consume_rounds((area, area, area, area, area, area, area, keys), p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer,
+        values = area
+        if S.VALUES_AHEAD:
+            values = gl.allocate_shared_memory(gl.bfloat16, [S.VALUE_UNITS, 8, 64], operand(64))
+        consume_rounds((area, area, area, area, values, area, area, keys), p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer,
                        num_taps, drafts, assumed, sequence, S, T, 0)
     elif not T.STREAMS:
         consume_rounds((), p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, sequence, S, T, 0)
@@ -126,13 +129,13 @@ def round_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_s
                 ends_1 = gl.allocate_shared_memory(gl.int32, [1, S.EXPERTS], row_major(2))
             listed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
             mbarrier.init(listed, count=1)
-            area_1 = gl.allocate_shared_memory(gl.bfloat16, [S.PRODUCT_UNITS, 8, 64], operand(64))
+            area_1, given = second_area(S)
             gl.warp_specialize([
-                (consume_rounds, ((ring, full, empty, area, met, met, met, keys, go, done, word, up_scales, down_scales, ends, go_1, listed, done_1), p, q,
+                (consume_rounds, ((ring, full, empty, area, area_1, met, given, keys, go, done, word, up_scales, down_scales, ends, go_1, listed, done_1), p, q,
                                   num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, sequence, S, T, 0)),
-                (consume_rounds, ((ring_1, full_1, empty_1, area_1, met, met, met, keys, go_1, done_1, word, up_scales_1, down_scales_1, ends_1, go, listed),
-                                  p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed, sequence, S, T,
-                                  1)),
+                (consume_rounds, ((ring_1, full_1, empty_1, area_1, area_1, met, given, keys, go_1, done_1, word, up_scales_1, down_scales_1, ends_1, go,
+                                   listed), p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, layer, num_taps, drafts, assumed,
+                                  sequence, S, T, 1)),
                 (_round_producer, (d, (ring, full, empty, up_scales, down_scales, go, done, word, ends), p, num_layers, draft_layers, layer, drafts, S, T, 0)),
                 (_round_producer, (d, (ring_1, full_1, empty_1, up_scales_1, down_scales_1, go_1, done_1, word, ends_1), p, num_layers, draft_layers, layer,
                                    drafts, S, T, 1)),

@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..moe.stream import here, program
-from .attention_device import attend, prepare
-from .attention_rows import load
+from .attention_device import attend, fetch_values, prepare, value_width
+from .attention_rows import load, operand
 from .fragments import NUM_WARPS
 from .merge_device import merge_columns, nothing, row_lanes, spans_of_row
 from .plan import CHUNK, plan_step
@@ -75,15 +75,24 @@ def _norms_of(q, layer, T: gl.constexpr):
 def prepare_draft_attention(m, p, q, layer, table_width, cache_pages, S: gl.constexpr, T: gl.constexpr):
     """What does not need this layer's queries, keys and values, ahead of the barrier."""
     return prepare(keys_of(m, T.HALF, S), _norms_of(q, layer, T), _cache_of(q, layer, cache_pages, T), p.pages, q.plan_rows, q.plan_num_rows, table_width,
-                   program(_WARPS), T.H, T.G, T.HALF, True, S.KEYS, _WARPS)
+                   program(_WARPS), T.H, T.G, T.HALF, True, S.KEYS, _WARPS, S.VALUES_AHEAD and T.PHASE == "rounds")
 
 
 @gluon.jit
-def draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, S: gl.constexpr, T: gl.constexpr):
-    """item: of `prepare_draft_attention`. The block's own keys and values lie in the cache until those of its committed columns' features do."""
+def prepare_draft_values(m, p, q, layer, table_width, cache_pages, S: gl.constexpr, T: gl.constexpr):
+    """As `prepare_values`."""
+    v = m[4].index(0)._reinterpret(gl.bfloat16, [value_width(T.HALF) // 64 * S.KEYS // 8, 8, 64], operand(64))
+    fetch_values(v, _cache_of(q, layer, cache_pages, T), p.pages, q.plan_rows, q.plan_num_rows, table_width, program(_WARPS), T.G, T.HALF, S.KEYS, _WARPS)
+
+
+@gluon.jit
+def draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, turn, S: gl.constexpr, T: gl.constexpr):
+    """item: of `prepare_draft_attention`, turn: as of `attention_phase`. The block's own keys and values lie in the cache until those of its committed columns'
+    features do."""
     attend(item, attention_buffers(m, T.HALF, T.QUERY_UNIT, S), q.qkv, _norms_of(q, layer, T), q.cos, q.sin, _cache_of(q, layer, cache_pages, T), p.pages,
            q.plan_rows, q.span_mixed, q.span_stats, q.arrivals, q.mixed, table_width, program(_WARPS), p.stamps, S.PROGRAMS, S.C, T.H, T.G, T.HALF, T.SCALE,
-           T.QK_EPS, True, T.WINDOW, S.LAST_MERGES, S.KEYS, S.QUERIES, T.qkv.SPLITS, False, _WARPS, T.CAUSAL)
+           T.QK_EPS, True, T.WINDOW, S.LAST_MERGES, S.KEYS, S.QUERIES, T.qkv.SPLITS, False, _WARPS, T.CAUSAL,
+           S.VALUES_AHEAD and T.PHASE == "rounds", m[6], turn)
 
 
 @gluon.jit

@@ -3,7 +3,7 @@
 One ring a consumer serves all phases: its slots hold stages of dense weights and of expert codes alike, in units of 4096 bytes. The scales of experts
 have rings of their own beside it. What is not alive at the same time lies in one area (units of 1024 bytes):
 
-    attention               values | queries | weights
+    attention               queries | weights; before them values, but where the second consumer fetches the first ones of a layer: they lie in its area
     products                normalized activations | exchange of consumer 0 | exchange of consumer 1
     choice of experts       table of consumer 0 | of consumer 1
 
@@ -145,10 +145,12 @@ class StepCode:
     EXCHANGE_UNIT: int      # of the area, where consumer 0's begins
     EXCHANGE_UNITS: int
     QUERY_UNIT: int
+    VALUE_UNITS: int
+    VALUES_AHEAD: bool      # values of attention lie in the area of a second consumer, which fetches the first ones of a layer
     STAGE_BLOCKS: int       # of rolled dense products: blocks of a warp a stage
     X_STAGES: int           # stages whose activations are in shared memory
     DENSE_EXCHANGE_UNIT: int
-    PRODUCT_UNITS: int      # of the area that a second consumer has, without attention
+    PRODUCT_UNITS: int      # of the area that a second consumer has
     SQUARES: int            # places for parts of a column's sum of squares
     TABLE_UNITS: int        # of a consumer's table of who chose whom
     KEYS_HALF: int          # half of the largest head whose keys there is memory for
@@ -186,7 +188,8 @@ class StepCode:
         positions = max(dense[name].positions for name in ("qkv", "router", "head"))     # out reads mixed values as they are
         half = heads.head_dim // 2
         values = value_width(half) * form.keys * 2
-        attention = values + 2 * staged_rows(form.queries) * half * 2 + form.keys * form.queries * 2
+        ahead = shape.rolled and partitions == 2
+        attention = 2 * staged_rows(form.queries) * half * 2 + form.keys * form.queries * 2 + (0 if ahead else values)
         table_units = -(-num_columns * routing["EXPERTS"] // AREA_UNIT)
         exchange_unit = max(positions * 512 // AREA_UNIT, 2 * table_units)
         exchange_units = exchange * 4 // AREA_UNIT
@@ -209,10 +212,11 @@ class StepCode:
             router=dense["router"],
             head=dense["head"], up=experts[0], down=experts[1], SLOT_UNITS=slot_units, STAGES=stages,
             EXCHANGE=exchange, PAIR_TILES=max([NUM_WARPS // d.DEPTH_WARPS for d in dense.values() if d.PAIRS == 2], default=1), POSITIONS=positions,
-            AREA_UNITS=max(-(-attention // AREA_UNIT), product_units), PRODUCT_UNITS=product_units, STAGE_BLOCKS=dense["qkv"].STAGE_BLOCKS, X_STAGES=x_stages,
+            AREA_UNITS=max(-(-attention // AREA_UNIT), product_units),
+            PRODUCT_UNITS=max(product_units, values // AREA_UNIT) if ahead else product_units, STAGE_BLOCKS=dense["qkv"].STAGE_BLOCKS, X_STAGES=x_stages,
             DENSE_EXCHANGE_UNIT=x_stages * dense["qkv"].STAGE_BLOCKS * _CHUNK_UNITS, SQUARES=max(32, next_power_of_2(-(-shape.hidden_size // TILE_ROWS))),
             EXCHANGE_UNIT=exchange_unit, EXCHANGE_UNITS=exchange_units,
-            QUERY_UNIT=values // AREA_UNIT, TABLE_UNITS=table_units, KEYS_HALF=half)
+            QUERY_UNIT=0 if ahead else values // AREA_UNIT, VALUE_UNITS=values // AREA_UNIT, VALUES_AHEAD=ahead, TABLE_UNITS=table_units, KEYS_HALF=half)
 
     def expert_stages(self) -> tuple[Stages, Stages]:
         """Of gate and up, and of down, as their descriptors are made."""

@@ -22,8 +22,10 @@ from .step_phases import (
     gate_up_phase,
     merge_phase,
     prepare_attention,
+    prepare_values,
     sample_phase,
     spans_to_merge,
+    values_arrive,
 )
 
 _WARPS = gl.constexpr(NUM_WARPS)
@@ -98,7 +100,7 @@ def _all_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, nu
                 item = prepare_attention(m, p, layer, table_width, cache_pages, S)
             wait_for_all(p, polls, at + 1, S, PART)
             if PART == 0:
-                attention_phase(m, p, item, layer, table_width, cache_pages, S)
+                attention_phase(m, p, item, layer, table_width, cache_pages, 0, S)
             if not S.LAST_MERGES:
                 spans = spans_to_merge(p, S, PART)
                 step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
@@ -159,9 +161,13 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
             if kind == QKV:
                 if PART == 0:
                     item = prepare_attention(m, p, layer, table_width, cache_pages, S)
+                elif S.VALUES_AHEAD:
+                    prepare_values(m, p, layer, table_width, cache_pages, S)
                 wait_for_all(p, polls, at + 1, S, PART)
                 if PART == 0:
-                    attention_phase(m, p, item, layer, table_width, cache_pages, S)
+                    attention_phase(m, p, item, layer, table_width, cache_pages, step * num_layers + layer, S)
+                elif S.VALUES_AHEAD:
+                    values_arrive(m)
                 if not S.LAST_MERGES:
                     spans = spans_to_merge(p, S, PART)
                     step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
@@ -212,7 +218,7 @@ def consume(m, p, num_layers, num_steps, table_width, cache_pages, polls, layer,
         elif S.PHASE == "attention":
             if PART == 0:
                 item = prepare_attention(m, p, layer, table_width, cache_pages, S)
-                attention_phase(m, p, item, layer, table_width, cache_pages, S)
+                attention_phase(m, p, item, layer, table_width, cache_pages, 0, S)
         elif S.PHASE == "merge":
             merge_phase(p, spans_to_merge(p, S, PART), S, PART)
         elif S.PHASE == "out" and S.ROLLED_DENSE:

@@ -158,6 +158,15 @@ def make_consumer(qkv_desc, up_scales_desc, down_scales_desc, S: gl.constexpr):
     return ring, full, empty, up_scales, down_scales, go, done
 
 
+@gluon.jit
+def second_area(S: gl.constexpr):
+    """Of rolled products; and whether attention's first values are there."""
+    area = gl.allocate_shared_memory(gl.bfloat16, [S.PRODUCT_UNITS, 8, 64], operand(64))
+    given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(given, count=1)
+    return area, given
+
+
 @gluon.jit(do_not_specialize=["num_layers", "num_steps", "table_width", "cache_pages", "polls", "layer", "num_taps", "sequence"])
 def step_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_scales_desc, down_codes_desc, down_scales_desc, p, num_layers, num_steps,
                 table_width, cache_pages, polls, layer, num_taps, sequence, S: gl.constexpr):
@@ -169,7 +178,10 @@ def step_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_sc
     elif S.PHASE == "attention":
         keys = gl.allocate_shared_memory(gl.bfloat16, [2 * S.KEYS // 8, 8, S.HALF], operand(S.HALF))
         area = gl.allocate_shared_memory(gl.bfloat16, [S.AREA_UNITS, 8, 64], operand(64))
-        consume((area, area, area, area, area, area, area, keys), p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, sequence, S, 0)
+        values = area
+        if S.VALUES_AHEAD:
+            values = gl.allocate_shared_memory(gl.bfloat16, [S.VALUE_UNITS, 8, 64], operand(64))
+        consume((area, area, area, area, values, area, area, keys), p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, sequence, S, 0)
     else:
         ring, full, empty, up_scales, down_scales, go, done = make_consumer(qkv_desc, up_scales_desc, down_scales_desc, S)
         ends = gl.allocate_shared_memory(gl.int32, [1, S.EXPERTS], row_major(2))      # of the column tiles of experts
@@ -193,11 +205,14 @@ def step_kernel(qkv_desc, out_desc, router_desc, head_desc, up_codes_desc, up_sc
                 ends_1 = gl.allocate_shared_memory(gl.int32, [1, S.EXPERTS], row_major(2))
             listed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
             mbarrier.init(listed, count=1)
-            pair = gl.allocate_shared_memory(gl.float32, [2 * S.PAIR_TILES * 128], row_major(1))
-            squares = gl.allocate_shared_memory(gl.float32, [2 * _WARPS * 8], row_major(1))
-            area_1 = area
             if S.ROLLED_DENSE:
-                area_1 = gl.allocate_shared_memory(gl.bfloat16, [S.PRODUCT_UNITS, 8, 64], operand(64))
+                area_1, given = second_area(S)
+                pair = area_1
+                squares = given
+            else:
+                area_1 = area
+                pair = gl.allocate_shared_memory(gl.float32, [2 * S.PAIR_TILES * 128], row_major(1))
+                squares = gl.allocate_shared_memory(gl.float32, [2 * _WARPS * 8], row_major(1))
             gl.warp_specialize([
                 (consume, ((ring, full, empty, area, pair, met, squares, keys, go, done, word, up_scales, down_scales, ends, go_1, listed, done_1),
                              p, num_layers, num_steps, table_width, cache_pages, polls, layer, num_taps, sequence, S, 0)),

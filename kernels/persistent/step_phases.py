@@ -4,7 +4,8 @@
 """The phases of a step as a consumer runs them: what lies in shared memory where, and which buffer each reads and writes.
 
 m: (ring, full, empty, area, pair, met, squares, keys, go, done, word, scales of gate and up, scales of down, ends of tiles,
-the other's go, listed, the other's done); p: step_code.Pointers.
+the other's go, listed, the other's done); p: step_code.Pointers. With S.VALUES_AHEAD no products need pair and squares: in their places are the area of the
+second consumer, where values of attention lie, and the signal that the first ones of a layer do.
 Columns beyond eight are taken a tile at a time, each with the weights streamed again: a column's operations stay what they are in a step of eight.
 """
 
@@ -16,7 +17,7 @@ from ..moe.device import consume_down, consume_gate_up, first_down_columns
 from ..moe.rolled import begin_tile, first_pairs, parts_at_once, roll_down, roll_gate_up
 from ..moe.routing import TILE_COLUMNS
 from ..moe.stream import column_lanes, columns_of, cta_barrier, here, program, row_major, stage_range, tiles_of_ends
-from .attention_device import attend, prepare, value_width
+from .attention_device import attend, fetch_values, give_values, prepare, value_width
 from .attention_rows import ROWS_AT_ONCE, operand, staged_rows
 from .fragments import NUM_WARPS
 from .merge_device import merge_columns, spans_of_row
@@ -57,7 +58,10 @@ def attention_buffers(m, HALF: gl.constexpr, QUERY_UNIT: gl.constexpr, S: gl.con
     K: gl.constexpr = operand(HALF)
     VALUES: gl.constexpr = value_width(HALF)
     STAGED: gl.constexpr = staged_rows(S.QUERIES)
-    v = area.index(0)._reinterpret(gl.bfloat16, [VALUES // 64 * S.KEYS // 8, 8, 64], operand(64))
+    of_values = area
+    if S.VALUES_AHEAD:
+        of_values = m[4]
+    v = of_values.index(0)._reinterpret(gl.bfloat16, [VALUES // 64 * S.KEYS // 8, 8, 64], operand(64))
     q = area.index(QUERY_UNIT)._reinterpret(gl.bfloat16, [2 * STAGED // ROWS_AT_ONCE, ROWS_AT_ONCE, HALF], K)
     weights = area.index(QUERY_UNIT + 2 * STAGED * HALF * 2 // 1024)._reinterpret(gl.bfloat16, [S.KEYS, S.QUERIES], operand(S.QUERIES))
     return keys, v, q, weights
@@ -89,15 +93,33 @@ def _attending(S: gl.constexpr):
 def prepare_attention(m, p, layer, table_width, cache_pages, S: gl.constexpr):
     """What does not need this layer's queries, keys and values, ahead of the barrier."""
     return prepare(keys_of(m, S.HALF, S), _norms_of(p, layer, S), _cache_of(p, layer, cache_pages, S), p.pages, p.plan_rows, p.plan_num_rows, table_width,
-                   _attending(S), S.H, S.G, S.HALF, S.QK_NORM, S.KEYS, _WARPS)
+                   _attending(S), S.H, S.G, S.HALF, S.QK_NORM, S.KEYS, _WARPS, ahead(S))
+
+
+@gluon.constexpr_function
+def ahead(code):
+    """Whether a second consumer fetches the values of a layer's first item: not in a launch of attention alone."""
+    return code.VALUES_AHEAD and code.PHASE in ("all", "rounds")
 
 
 @gluon.jit
-def attention_phase(m, p, item, layer, table_width, cache_pages, S: gl.constexpr):
-    """item: of `prepare_attention`."""
+def prepare_values(m, p, layer, table_width, cache_pages, S: gl.constexpr):
+    """By the second consumer, when its products are done, with S.VALUES_AHEAD; behind the barrier `give_values`."""
+    v = m[4].index(0)._reinterpret(gl.bfloat16, [value_width(S.HALF) // 64 * S.KEYS // 8, 8, 64], operand(64))
+    fetch_values(v, _cache_of(p, layer, cache_pages, S), p.pages, p.plan_rows, p.plan_num_rows, table_width, _attending(S), S.G, S.HALF, S.KEYS, _WARPS)
+
+
+@gluon.jit
+def values_arrive(m):
+    give_values(m[6])
+
+
+@gluon.jit
+def attention_phase(m, p, item, layer, table_width, cache_pages, turn, S: gl.constexpr):
+    """item: of `prepare_attention`. turn: of attention in this launch."""
     attend(item, attention_buffers(m, S.HALF, S.QUERY_UNIT, S), p.qkv, _norms_of(p, layer, S), p.cos, p.sin, _cache_of(p, layer, cache_pages, S), p.pages,
            p.plan_rows, p.span_mixed, p.span_stats, p.arrivals, p.mixed, table_width, _attending(S), p.stamps, S.ATTENDING, S.C, S.H, S.G, S.HALF, S.SCALE,
-           S.QK_EPS, S.QK_NORM, S.WINDOW, S.LAST_MERGES, S.KEYS, S.QUERIES, S.qkv.SPLITS, False, _WARPS)
+           S.QK_EPS, S.QK_NORM, S.WINDOW, S.LAST_MERGES, S.KEYS, S.QUERIES, S.qkv.SPLITS, False, _WARPS, True, ahead(S), m[6], turn)
 
 
 @gluon.jit
