@@ -25,6 +25,11 @@ def store(pointer: Pointer, bits: Tensor, tag: Any, live: Tensor) -> Tensor:
     return offset * 0
 
 
+def expected(found: Tensor, tags: Tensor) -> bool:
+    """Whether a reader takes words with these tags."""
+    return torch.equal(found, tags)
+
+
 def loads(ptx: str) -> bool:
     return _LOADS.search(ptx) is not None
 
@@ -45,7 +50,7 @@ def load(ptx: str, operands: list[Any], wait: Callable[..., bool]) -> tuple[Tens
     words, fault_word = pointer.memory.view(torch.int32), fault.memory
 
     def there() -> bool:
-        return all(torch.equal(words[at[live] + 1], tags[live]) for at in places)
+        return all(expected(words[at[live] + 1], tags[live]) for at in places)
 
     with _changed:
         gave_up = wait(_changed, lambda: there() or bool(fault_word[0]), f"{int(live.sum()) * num_places} words with tag {int(tags.flatten()[0])}")

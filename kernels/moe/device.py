@@ -25,6 +25,7 @@ from .stream import (
     release,
     result_coordinates,
     stage_range,
+    store_tagged,
     stream_weights,
     sum_over_warps,
 )
@@ -181,8 +182,8 @@ def first_down_columns(pairs_ptr, weights_ptr, num_tiles, DEPTH_WARPS: gl.conste
 
 @gluon.jit
 def store_partials(sums, partials_ptr, bias_ptr, expert, stage, end, row, pair, weight, D: gl.constexpr, HAS_BIAS: gl.constexpr,
-                   DEPTH_WARPS: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, ALL: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Bias, weight, store, of what `sum_over_warps` gave. ALL: every row of the parts is one."""
+                   DEPTH_WARPS: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, ALL: gl.constexpr, NUM_WARPS: gl.constexpr, tag=None):
+    """Bias, weight, store, of what `sum_over_warps` gave. ALL: every row of the parts is one. With a tag to words of fp32 [..., 2] (`store_tagged`)."""
     STAGE_TILES: gl.constexpr = GROUPS * (NUM_WARPS // DEPTH_WARPS)
     d = stage * (STAGE_TILES * 16) + row
     mask = (pair >= 0) & (row >= 0)
@@ -190,17 +191,20 @@ def store_partials(sums, partials_ptr, bias_ptr, expert, stage, end, row, pair, 
         mask = (pair >= 0) & (d < gl.minimum(end * (STAGE_TILES * 16), D))
     if HAS_BIAS:
         sums += gl.load(bias_ptr + expert * D + d, mask=mask, other=0.0)
-    gl.store(partials_ptr + pair * D + d, sums * weight, mask=mask)
+    if tag is not None:
+        store_tagged(partials_ptr + 2 * (pair * D + d), sums * weight, tag, mask)
+    else:
+        gl.store(partials_ptr + pair * D + d, sums * weight, mask=mask)
 
 
 @gluon.jit
 def consume_down(ring, scale_ring, exchange, full, empty, slot, phase, columns, inter_ptr, partials_ptr, bias_ptr, experts_ptr, pairs_ptr, weights_ptr,
                  first_expert, num_tiles, D: gl.constexpr, HAS_BIAS: gl.constexpr, DEPTH: gl.constexpr, DEPTH_WARPS: gl.constexpr, NUM_STEPS: gl.constexpr,
                  GROUPS: gl.constexpr, PARTS: gl.constexpr, TILE_STAGES: gl.constexpr, SLOT_UNITS: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr,
-                 PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr, SHORT: gl.constexpr):
+                 PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr, SHORT: gl.constexpr, tag=None):
     """The consumers' part of down, up to the partials: returns the ring's position.
 
-    columns: `down_columns` of its first tile, which can be read before what gate and up give is there. SHORT: as in `consume_gate_up`.
+    columns: `down_columns` of its first tile, which can be read before what gate and up give is there. SHORT: as in `consume_gate_up`. tag: of the partials.
     """
     STAGE_TILES: gl.constexpr = GROUPS * (NUM_WARPS // DEPTH_WARPS)
     first, last = stage_range(num_tiles, TILE_STAGES, PART, PARTITIONS, PROGRAMS, NUM_WARPS)
@@ -222,14 +226,14 @@ def consume_down(ring, scale_ring, exchange, full, empty, slot, phase, columns, 
                                                    NUM_WARPS)
                 sums = sum_over_warps(parts, exchange, GROUPS * PARTS, DEPTH_WARPS, NUM_WARPS)
                 store_partials(sums, partials_ptr, bias_ptr, expert, stage, end, row, pair, weight, D, HAS_BIAS, DEPTH_WARPS, GROUPS, PARTS,
-                               D % (STAGE_TILES * 16) == 0, NUM_WARPS)
+                               D % (STAGE_TILES * 16) == 0, NUM_WARPS, tag)
         if SHORT or PARTS > 1:
             for stage in range(rest, end, PARTS):
                 parts, slot, phase = _multiply_rest(ring, scale_ring, full, empty, slot, phase, end - stage, x_even, x_odd, SLOT_UNITS, STAGES, GROUPS, PARTS,
                                                     NUM_STEPS, NUM_WARPS)
                 sums = sum_over_warps(parts, exchange, GROUPS * PARTS, DEPTH_WARPS, NUM_WARPS)
                 store_partials(sums, partials_ptr, bias_ptr, expert, stage, end, row, pair, weight, D, HAS_BIAS, DEPTH_WARPS, GROUPS, PARTS,
-                               False, NUM_WARPS)
+                               False, NUM_WARPS, tag)
     return slot, phase
 
 

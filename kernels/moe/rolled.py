@@ -114,7 +114,7 @@ def roll_gate_up(ring, scale_ring, exchange, full, empty, slot, phase, begun, x_
 def roll_down(ring, scale_ring, exchange, full, empty, slot, phase, columns, inter_ptr, partials_ptr, pairs_ptr, weights_ptr, num_tiles,
               D: gl.constexpr, DEPTH: gl.constexpr, DEPTH_WARPS: gl.constexpr, NUM_STEPS: gl.constexpr, MOST_PARTS: gl.constexpr, TILE_STAGES: gl.constexpr,
               SLOT_UNITS: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr,
-              NUM_WARPS: gl.constexpr):
+              NUM_WARPS: gl.constexpr, tag=None):
     """`consume_down` of one group a stage, without a bias; columns: of `first_down_columns` with `parts_at_once`."""
     PARTS: gl.constexpr = parts_at_once(MOST_PARTS, DEPTH_WARPS)
     ROW_TILES: gl.constexpr = (NUM_WARPS // DEPTH_WARPS) * PARTS
@@ -133,7 +133,7 @@ def roll_down(ring, scale_ring, exchange, full, empty, slot, phase, columns, int
                                                 DEPTH_WARPS, NUM_STEPS, NUM_WARPS)
             if (part == PARTS - 1) | (stage == end - 1):
                 store_partials(_sums_of(sums, exchange, PARTS, DEPTH_WARPS, NUM_WARPS), partials_ptr, partials_ptr, 0, stage - part, stage + 1, row, pair,
-                               weight, D, False, DEPTH_WARPS, 1, PARTS, False, NUM_WARPS)
+                               weight, D, False, DEPTH_WARPS, 1, PARTS, False, NUM_WARPS, tag)
                 part = begin * 0
             else:
                 part += 1

@@ -277,6 +277,15 @@ def program(WARPS: gl.constexpr):
 
 
 @gluon.jit
+def stamp_time(stamps_ptr, WARPS: gl.constexpr):
+    """The time in ns, by program 0, where this is."""
+    if program(WARPS) == 0:
+        i = gl.arange(0, 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
+        now = gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [i], dtype=gl.int64, is_pure=False, pack=1)
+        gl.store(stamps_ptr + i, now, mask=i == 0)
+
+
+@gluon.jit
 def stage_range(num_tiles, TILE_STAGES: gl.constexpr, PART: gl.constexpr, PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr, WARPS: gl.constexpr):
     """The share of a program's partition of the stages, column tiles outermost: contiguous, as even as it goes."""
     stages = num_tiles * TILE_STAGES

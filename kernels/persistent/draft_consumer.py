@@ -75,7 +75,7 @@ def _attention(m, p, q, kind, layer, at, turn, table_width, cache_pages, polls, 
 @gluon.jit
 def _all_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, num_taps, drafts, assumed, sequence, S: gl.constexpr,
                 T: gl.constexpr, PART: gl.constexpr):
-    """A round of the inner loop is a matrix, with what lies between it and the next; `at` counts barriers, for their stamps."""
+    """A round of the inner loop is a matrix, with what lies between it and the next; `at` counts boundaries, for their stamps."""
     met, go, done, word = m[5], m[8], m[9], m[10]
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -99,26 +99,25 @@ def _all_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cach
                     embed_phase(p, layer, S, PART)
                 else:
                     draft_embed_phase(p, q, S, T, PART)
+            tag = sequence + number * num_layers + layer        # of the target's layers
             matrix, more = round_matrix_of(p, q, kind, layer, S, T)
             begun = begin_matrix(matrix, S, PART)
             wait_for_all(p, polls, at, S, PART)
             at += 1
             if kind == FC:
                 live = live_of(words_of(p, kind, S), 0, S)
-            slot, phase = round_product(m, p, q, slot, phase, live, kind, matrix, more, begun, S, PART)
+            slot, phase = round_product(m, p, q, slot, phase, live, kind, matrix, more, begun, tag, S, PART)
             if (kind == QKV) | (kind == DRAFT_QKV):
                 _attention(m, p, q, kind, layer, at, attended, table_width, cache_pages, polls, S, T, PART)
                 at += 1
                 attended += 1
             if kind == ROUTER:
-                wait_for_all(p, polls, at, S, PART)
                 wait_for_list(m, done, asked, S, PART)
-                slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, number * num_layers + layer, S, PART)
+                slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, number * num_layers + layer, live, tag, polls, at, S, PART)
                 asked += 1
                 wait_for_all(p, polls, at + 1, S, PART)
-                slot, phase = down_phase(m, p, slot, phase, columns, S, PART)
-                wait_for_all(p, polls, at + 2, S, PART)
-                add_phase(p, layer, num_taps, S, PART)
+                slot, phase = down_phase(m, p, slot, phase, columns, tag, S, PART)
+                add_phase(p, layer, num_taps, live, tag, polls, at + 2, S, PART)
                 at += 3
             if (kind == HEAD) | (kind == DRAFT_HEAD):
                 wait_for_all(p, polls, at, S, PART)
@@ -150,7 +149,7 @@ def _launch(m, p, q, layer, kind: gl.constexpr, S: gl.constexpr, T: gl.constexpr
     which = hidden(gl.to_tensor(kind))
     matrix, more = round_matrix_of(p, q, which, layer, S, T)
     live = live_of(words_of(p, which, S), 0, S)
-    round_product(m, p, q, gl.to_tensor(0), gl.to_tensor(0), live, which, matrix, more, begin_matrix(matrix, S, PART), S, PART)
+    round_product(m, p, q, gl.to_tensor(0), gl.to_tensor(0), live, which, matrix, more, begin_matrix(matrix, S, PART), 0, S, PART)
 
 
 @gluon.jit

@@ -166,12 +166,12 @@ class StepKernel:
         return self.memory.ring_tokens_NC[: int(self.memory.ring_count[0])].clone()
 
     def check_fault(self) -> None:
-        """Wait for the device; raise if a program gave up waiting at a barrier, and make the memory ready again."""
+        """Wait for the device; raise if a program gave up waiting, and make the memory ready again."""
         if int(self.state.fault):
             for tensor in (self.state.fault, self.state.barrier, self.state.attention.arrivals):
                 tensor.zero_()
-            raise RuntimeError("StepKernel: a program waited for the others at the grid barrier in vain and gave up; the step's results are not valid. "
-                               "Programs that cannot all be resident do this: is another kernel holding SMs?")
+            raise RuntimeError("StepKernel: a program waited for the others, at a barrier or for their words, in vain and gave up; the step's results are not "
+                               "valid. Programs that cannot all be resident do this: is another kernel holding SMs?")
 
     # --- launches ---
 

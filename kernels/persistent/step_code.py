@@ -262,7 +262,7 @@ class Pointers(NamedTuple):
     mixed_pairs: Any        # i32: the same
     normed: Any             # bf16
     normed_pairs: Any       # i32: the same
-    router_logits: Any      # fp32
+    router_logits: Any      # fp32 [..., 2]: tagged words
     list_tiles: Any         # i32 [2 programs]: of a routing list for every consumer, for launches: a resident step has it in registers
     list_experts: Any       # i32: likewise
     list_pairs: Any         # i32
@@ -270,7 +270,7 @@ class Pointers(NamedTuple):
     list_counts: Any        # i32: likewise
     inter: Any              # bf16
     inter_pairs: Any        # i32: the same
-    partials: Any           # fp32
+    partials: Any           # fp32 [..., 2]: tagged words
     plan_rows: Any          # i32
     plan_num_rows: Any      # i32
     plan_spans: Any         # i32

@@ -1,13 +1,12 @@
 # Device code has no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
-# ruff: noqa: SIM102 (one condition may be known when compiling and the next not)
 """What a consumer of the step kernel does: its walk through the phases of a resident step, or one of them; step_device.py says how it fits together."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..moe.stream import hidden, program
+from ..moe.stream import hidden, stamp_time
 from .barrier import step_barrier
 from .dense_device import load_norm, meet
 from .fragments import NUM_WARPS
@@ -36,10 +35,7 @@ _STAMPS = gl.constexpr(LAYER_STAMPS)
 def stamp(p, place, S: gl.constexpr, PART: gl.constexpr):
     """When program 0 is past a barrier, in ns."""
     if S.PROFILE and PART == 0:
-        if program(_WARPS) == 0:
-            i = gl.arange(0, 32, gl.BlockedLayout([1], [32], [_WARPS], [0]))
-            now = gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [i], dtype=gl.int64, is_pure=False, pack=1)
-            gl.store(p.stamps + place + i, now, mask=i == 0)
+        stamp_time(p.stamps + place, _WARPS)
 
 
 @gluon.jit
@@ -92,6 +88,7 @@ def _all_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, nu
         embed_phase(p, step, S, PART)
         for layer in range(num_layers):
             at = layer * _STAMPS
+            tag = sequence + step * num_layers + layer
             norm = load_norm(p.residual, p.attention_norm + layer * S.D, S.qkv.DEPTH, S.qkv.DEPTH_WARPS, S.qkv.NUM_BLOCKS, S.qkv.SPLITS * S.qkv.PAIRS, PART, 2,
                              _WARPS)
             wait_for_all(p, polls, at, S, PART)
@@ -110,15 +107,15 @@ def _all_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, nu
             norm = load_norm(p.residual, p.experts_norm + layer * S.D, S.router.DEPTH, S.router.DEPTH_WARPS, S.router.NUM_BLOCKS,
                              S.router.SPLITS * S.router.PAIRS, PART, 2, _WARPS)
             wait_for_all(p, polls, at + 3, S, PART)
-            slot, phase, turn = router_phase(m, p, slot, phase, turn, live, norm, S, PART)
+            slot, phase, turn = router_phase(m, p, slot, phase, turn, live, norm, tag, S, PART)
             wait_for_all(p, polls, at + 4, S, PART)
             wait_for_list(m, done, asked, S, PART)
-            slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, step * num_layers + layer, S, PART)
+            slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, step * num_layers + layer, live, tag, polls, at, S, PART)
             asked += 1
             wait_for_all(p, polls, at + 5, S, PART)
-            slot, phase = down_phase(m, p, slot, phase, columns, S, PART)
+            slot, phase = down_phase(m, p, slot, phase, columns, tag, S, PART)
             wait_for_all(p, polls, at + 6, S, PART)
-            add_phase(p, layer, num_taps, S, PART)
+            add_phase(p, layer, num_taps, live, tag, polls, at, S, PART)
         at = num_layers * _STAMPS
         norm = load_norm(p.residual, p.norm, S.head.DEPTH, S.head.DEPTH_WARPS, S.head.NUM_BLOCKS, S.head.SPLITS * S.head.PAIRS, PART, 2, _WARPS)
         wait_for_all(p, polls, at, S, PART)
@@ -135,7 +132,13 @@ def _all_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, nu
 
 @gluon.jit
 def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, num_taps, sequence, S: gl.constexpr, PART: gl.constexpr):
-    """The same with one piece of code for all dense products: a round of the inner loop is a matrix, with what lies between it and the next."""
+    """The same with one piece of code for all dense products: a round of the inner loop is a matrix, with what lies between it and the next.
+
+    The router's logits and down's partials say themselves when they are there (tagged.py): five barriers a layer. What is written on one side of either and
+    read or written again on the other is ordered by those: activations, lists and channels before down by the one between gate and up and down, which all
+    programs reach behind the choice; residual, squares and features, which the sum writes, and partials and logits, which the next layer writes again, by it
+    or by the one behind the sum. Only what was normed lies between router and gate and up: see `fence`.
+    """
     met, go, done, word = m[5], m[8], m[9], m[10]
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -154,10 +157,11 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
             at = layer * _STAMPS + kind + gl.minimum(kind, 1)     # stamps of attention lie behind qkv's
             if layer == num_layers:
                 kind = kind * 0 + HEAD
+            tag = sequence + step * num_layers + layer
             matrix = matrix_of(p, kind, layer, S)
             begun = begin_matrix(matrix, S, PART)
             wait_for_all(p, polls, at, S, PART)
-            slot, phase = rolled_phase(m, p, slot, phase, live, kind, matrix, begun, S, PART)
+            slot, phase = rolled_phase(m, p, slot, phase, live, kind, matrix, begun, tag, S, PART)
             if kind == QKV:
                 if PART == 0:
                     item = prepare_attention(m, p, layer, table_width, cache_pages, S)
@@ -173,14 +177,12 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
                     step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
                     merge_phase(p, spans, S, PART)
             if kind == ROUTER:
-                wait_for_all(p, polls, at + 1, S, PART)
                 wait_for_list(m, done, asked, S, PART)
-                slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, step * num_layers + layer, S, PART)
+                slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, step * num_layers + layer, live, tag, polls, at + 1, S, PART)
                 asked += 1
                 wait_for_all(p, polls, at + 2, S, PART)
-                slot, phase = down_phase(m, p, slot, phase, columns, S, PART)
-                wait_for_all(p, polls, at + 3, S, PART)
-                add_phase(p, layer, num_taps, S, PART)
+                slot, phase = down_phase(m, p, slot, phase, columns, tag, S, PART)
+                add_phase(p, layer, num_taps, live, tag, polls, at + 3, S, PART)
         wait_for_all(p, polls, head_at + 1, S, PART)
         sample_phase(p, step, S, PART)
         wait_for_all(p, polls, head_at + 2, S, PART)
@@ -192,10 +194,10 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
 
 
 @gluon.jit
-def _rolled_launch(m, p, live, layer, kind: gl.constexpr, S: gl.constexpr, PART: gl.constexpr):
+def _rolled_launch(m, p, live, layer, tag, kind: gl.constexpr, S: gl.constexpr, PART: gl.constexpr):
     which = hidden(gl.to_tensor(kind))      # what is never run does not compile
     matrix = matrix_of(p, which, layer, S)
-    rolled_phase(m, p, gl.to_tensor(0), gl.to_tensor(0), live, which, matrix, begin_matrix(matrix, S, PART), S, PART)
+    rolled_phase(m, p, gl.to_tensor(0), gl.to_tensor(0), live, which, matrix, begin_matrix(matrix, S, PART), tag, S, PART)
 
 
 @gluon.jit
@@ -210,7 +212,7 @@ def consume(m, p, num_layers, num_steps, table_width, cache_pages, polls, layer,
         if S.PHASE == "embed":
             embed_phase(p, zero, S, PART)
         elif S.PHASE == "qkv" and S.ROLLED_DENSE:
-            _rolled_launch(m, p, live, layer, QKV, S, PART)
+            _rolled_launch(m, p, live, layer, sequence, QKV, S, PART)
         elif S.PHASE == "qkv":
             norm = load_norm(p.residual, p.attention_norm + layer * S.D, S.qkv.DEPTH, S.qkv.DEPTH_WARPS, S.qkv.NUM_BLOCKS, S.qkv.SPLITS * S.qkv.PAIRS, PART, 2,
                              _WARPS)
@@ -222,23 +224,23 @@ def consume(m, p, num_layers, num_steps, table_width, cache_pages, polls, layer,
         elif S.PHASE == "merge":
             merge_phase(p, spans_to_merge(p, S, PART), S, PART)
         elif S.PHASE == "out" and S.ROLLED_DENSE:
-            _rolled_launch(m, p, live, layer, OUT, S, PART)
+            _rolled_launch(m, p, live, layer, sequence, OUT, S, PART)
         elif S.PHASE == "out":
             out_phase(m, p, zero, zero, zero, live, S, PART)
         elif S.PHASE == "router" and S.ROLLED_DENSE:
-            _rolled_launch(m, p, live, layer, ROUTER, S, PART)
+            _rolled_launch(m, p, live, layer, sequence, ROUTER, S, PART)
         elif S.PHASE == "router":
             norm = load_norm(p.residual, p.experts_norm + layer * S.D, S.router.DEPTH, S.router.DEPTH_WARPS, S.router.NUM_BLOCKS,
                              S.router.SPLITS * S.router.PAIRS, PART, 2, _WARPS)
-            router_phase(m, p, zero, zero, zero, live, norm, S, PART)
+            router_phase(m, p, zero, zero, zero, live, norm, sequence, S, PART)
         elif S.PHASE == "gate_up":
-            gate_up_phase(m, p, zero, zero, layer, zero, S, PART)
+            gate_up_phase(m, p, zero, zero, layer, zero, live, sequence, polls, zero, S, PART)
         elif S.PHASE == "down":
-            down_phase(m, p, zero, zero, (), S, PART)
+            down_phase(m, p, zero, zero, (), sequence, S, PART)
         elif S.PHASE == "add":
-            add_phase(p, layer, num_taps, S, PART)
+            add_phase(p, layer, num_taps, live, sequence, polls, zero, S, PART)
         elif S.PHASE == "head" and S.ROLLED_DENSE:
-            _rolled_launch(m, p, live, layer, HEAD, S, PART)
+            _rolled_launch(m, p, live, layer, sequence, HEAD, S, PART)
         elif S.PHASE == "head":
             norm = load_norm(p.residual, p.norm, S.head.DEPTH, S.head.DEPTH_WARPS, S.head.NUM_BLOCKS, S.head.SPLITS * S.head.PAIRS, PART, 2, _WARPS)
             head_phase(m, p, zero, zero, zero, live, norm, S, PART)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..moe.device import consume_down, consume_gate_up, first_down_columns
 from ..moe.rolled import begin_tile, first_pairs, parts_at_once, roll_down, roll_gate_up
 from ..moe.routing import TILE_COLUMNS
-from ..moe.stream import column_lanes, columns_of, cta_barrier, here, program, row_major, stage_range, tiles_of_ends
+from ..moe.stream import column_lanes, columns_of, cta_barrier, here, program, row_major, stage_range, stamp_time, tiles_of_ends
 from .attention_device import attend, fetch_values, give_values, prepare, value_width
 from .attention_rows import ROWS_AT_ONCE, operand, staged_rows
 from .fragments import NUM_WARPS
@@ -26,6 +26,7 @@ from .router import choose_experts, clear_list, columns_of_tile, write_list, wri
 from .sample_device import best_of_column, finish, sample_slices
 from .step_code import SLICES
 from .step_dense import exchange_of
+from .tagged import fence, load_tagged
 
 _WARPS = gl.constexpr(NUM_WARPS)
 _CHUNK = gl.constexpr(CHUNK)
@@ -161,21 +162,21 @@ def _list(p, S: gl.constexpr, PART: gl.constexpr):
 def _stamp_launch(p, place, PART: gl.constexpr):
     """In a launch of gate and up: when the first consumer begins, has its list, has its first weights, and ends, in ns."""
     if PART == 0:
-        if program(_WARPS) == 0:
-            i = gl.arange(0, 32, gl.BlockedLayout([1], [32], [_WARPS], [0]))
-            now = gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [i], dtype=gl.int64, is_pure=False, pack=1)
-            gl.store(p.stamps + place + i, now, mask=i == 0)
+        stamp_time(p.stamps + place, _WARPS)
 
 
 @gluon.jit
-def _make_list(m, p, layer, S: gl.constexpr, PART: gl.constexpr):
+def _make_list(m, p, layer, live, tag, polls, place, S: gl.constexpr, PART: gl.constexpr):
     """The choice, a signal to the producer, the list. Returns the number of tiles and what gate and up begin with, which does not wait for the list."""
+    STAMPED: gl.constexpr = S.PROFILE and S.ROLLED_DENSE and PART == 0 and S.PHASE != "gate_up"
     number = list_number(_WARPS, S, PART)
     pairs, weights = _list(p, S, PART)
     clear_list(pairs, weights, S.TILES, S.PADDED_TILES, S.PHASE == "gate_up", _WARPS)
     table = _table(m, S, PART)
     num_tiles, distinct, chosen = choose_experts(p.router_logits, p.words + S.C, table, m[13], S.C, S.E, S.K, S.EXPERTS, _WARPS, S.router.SPLITS,
-                                                 S.WORDS_CHANGE)
+                                                 S.WORDS_CHANGE, (tag, p.fault, polls, live, p.stamps + place), STAMPED)
+    if S.ROLLED_DENSE:
+        fence(_WARPS)       # no barrier over the grid: whoever wrote a logit had written what was normed
     cta_barrier()   # where tiles end is there for the producer, and the list is clear for all threads
     mbarrier.arrive(m[8], count=1)
     if S.ONE_LIST:
@@ -183,7 +184,7 @@ def _make_list(m, p, layer, S: gl.constexpr, PART: gl.constexpr):
     begun = _begin_gate_up(p, _first_columns(table, m[13], num_tiles, S, PART), S)
     written = write_list(p.router_logits, p.words + S.C, table, chosen, num_tiles, p.list_tiles + number, p.list_experts + number * S.TILES, pairs, weights,
                          p.list_counts + number * S.C, S.C, S.E, S.K, S.EXPERTS, S.TILES, S.PADDED_TILES, S.NORMALIZE, S.PHASE == "gate_up", _WARPS,
-                         S.router.SPLITS, S.WORDS_CHANGE)
+                         S.router.SPLITS, S.WORDS_CHANGE, (tag, p.fault, polls, live, p.stamps))
     cta_barrier()   # the pairs are there for all threads
     write_weights(written, weights, S.C, S.E, S.EXPERTS, S.NORMALIZE, _WARPS)
     if S.ONE_LIST:
@@ -214,8 +215,9 @@ def _begin_gate_up(p, pair_g, S: gl.constexpr):
 
 
 @gluon.jit
-def gate_up_phase(m, p, slot, phase, layer, lists, S: gl.constexpr, PART: gl.constexpr):
-    """The list, and gate and up. lists: how many were made before. Returns the ring's position and what down begins with."""
+def gate_up_phase(m, p, slot, phase, layer, lists, live, tag, polls, place, S: gl.constexpr, PART: gl.constexpr):
+    """The list, and gate and up. lists: how many were made before. live: of the columns, if there is one tile. tag: of the logits, which nobody else waits
+    for; place: of the stamp when they are there. Returns the ring's position and what down begins with."""
     if S.PROFILE and S.PHASE == "gate_up":
         _stamp_launch(p, 0, PART)
     pairs, _ = _list(p, S, PART)
@@ -224,7 +226,7 @@ def gate_up_phase(m, p, slot, phase, layer, lists, S: gl.constexpr, PART: gl.con
         num_tiles = tiles_of_ends(m[13], _WARPS)
         begun = _begin_gate_up(p, first_pairs(pairs, num_tiles, S.up.TILE_STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS), S)
     else:
-        num_tiles, begun = _make_list(m, p, layer, S, PART)
+        num_tiles, begun = _make_list(m, p, layer, live, tag, polls, place, S, PART)
     if S.PROFILE and S.PHASE == "gate_up":
         _stamp_launch(p, 1, PART)
         first, last = stage_range(num_tiles, S.up.TILE_STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
@@ -253,8 +255,8 @@ def _down_columns(p, num_tiles, S: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def down_phase(m, p, slot, phase, begin, S: gl.constexpr, PART: gl.constexpr):
-    """begin: of `gate_up_phase`; () in a launch of its own."""
+def down_phase(m, p, slot, phase, begin, tag, S: gl.constexpr, PART: gl.constexpr):
+    """begin: of `gate_up_phase`; () in a launch of its own. tag: of the partials."""
     pairs, weights = _list(p, S, PART)
     if S.PHASE == "down":
         num_tiles = gl.load(p.list_tiles + list_number(_WARPS, S, PART))
@@ -264,11 +266,11 @@ def down_phase(m, p, slot, phase, begin, S: gl.constexpr, PART: gl.constexpr):
     if S.ROLLED:
         return roll_down(m[0], m[12], exchange_of(m, S, PART), m[1], m[2], slot, phase, columns, p.inter_pairs, p.partials, pairs, weights, num_tiles, S.D,
                          S.down.DEPTH, S.down.DEPTH_WARPS, S.down.NUM_STEPS, S.down.PARTS, S.down.TILE_STAGES, S.SLOT_UNITS, S.STAGES, PART, S.PARTITIONS,
-                         S.PROGRAMS, _WARPS)
+                         S.PROGRAMS, _WARPS, tag)
     else:
         return consume_down(m[0], m[12], exchange_of(m, S, PART), m[1], m[2], slot, phase, columns, p.inter_pairs, p.partials, p.list_weights, p.list_experts,
                             pairs, weights, 0, num_tiles, S.D, False, S.down.DEPTH, S.down.DEPTH_WARPS, S.down.NUM_STEPS, 1, S.down.PARTS,
-                            S.down.TILE_STAGES, S.SLOT_UNITS, S.STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS, True)
+                            S.down.TILE_STAGES, S.SLOT_UNITS, S.STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS, True, tag)
 
 
 @gluon.jit
@@ -279,8 +281,9 @@ def leave_squares(p, column, block, values, live, S: gl.constexpr):
 
 
 @gluon.jit
-def add_phase(p, layer, num_taps, S: gl.constexpr, PART: gl.constexpr):
-    """The residual plus every column's partials, by rank; handed out if the layer is tapped. No load waits for another.
+def add_phase(p, layer, num_taps, live, tag, polls, place, S: gl.constexpr, PART: gl.constexpr):
+    """The residual plus every column's partials, by rank, as soon as they have the tag; handed out if the layer is tapped. live: of the columns, if there is
+    one tile. place: of the stamp when the first partials are there. No load waits for another.
 
     It and its boundary would go if an SM had 16 rows of every expert (128 of 132 SMs, at 2048 rows): it would meet a column's experts in the order of ranks
     and add them itself, without partials (66 KB a column written and read). But then every stage has other activations, which a down product loads for some
@@ -295,16 +298,22 @@ def add_phase(p, layer, num_taps, S: gl.constexpr, PART: gl.constexpr):
     for block in range(program_list(_WARPS, S, PART), S.C * BLOCKS, S.PROGRAMS * S.PARTITIONS):
         column = block // BLOCKS
         d = (block % BLOCKS) * WIDTH + lane
-        slot = gl.load(p.words + S.C + column, cache_modifier=words_cache(S.WORDS_CHANGE))
+        if S.COLUMN_TILES == 1:
+            lives = (live >> column) & 1 != 0
+        else:
+            lives = gl.load(p.words + S.C + column, cache_modifier=words_cache(S.WORDS_CHANGE)) >= 0
         before = gl.load(p.residual + column * S.D + d, mask=d < S.D, other=0.0, cache_modifier=".cg")
+        inside = (d < S.D) & lives      # such a column has S.K experts
+        parts = load_tagged(p.partials + 2 * (column * S.K * S.D + d), inside, tag, p.fault, polls, 1, RANKS, S.D)
+        if S.PROFILE and S.ROLLED_DENSE and PART == 0 and S.PHASE != "add":
+            stamp_time(p.stamps + place, _WARPS)
         total = gl.zeros((WIDTH,), gl.float32, LANES)
         for rank in gl.static_range(RANKS):
-            total += gl.load(p.partials + (column * S.K + rank) * S.D + d, mask=d < S.D, other=0.0, cache_modifier=".cg")
-        live = (d < S.D) & (slot >= 0)      # such a column has S.K experts
+            total += parts[rank]
         after = before + total
-        gl.store(p.residual + column * S.D + d, after, mask=live)
-        leave_squares(p, column, block % BLOCKS, gl.where(live, after, 0.0), slot >= 0, S)
-        gl.store(p.features + (column * num_taps + tap) * S.D + d, after.to(gl.bfloat16), mask=live & (tap >= 0))
+        gl.store(p.residual + column * S.D + d, after, mask=inside)
+        leave_squares(p, column, block % BLOCKS, gl.where(inside, after, 0.0), lives, S)
+        gl.store(p.features + (column * num_taps + tap) * S.D + d, after.to(gl.bfloat16), mask=inside & (tap >= 0))
 
 
 # --- both ends of a step ---

@@ -1,15 +1,21 @@
-"""Words with tags: what they carry, what a reader waits for, and what the host counts."""
+"""Words with tags: what they carry, what a reader waits for, what the host counts; and steps whose words come late or never."""
 
 import math
 import threading
+import time
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
+import tagged_on_cpu
 import torch
 from gluon_on_cpu import Pointer, bitcasts
 from step_on_cpu import Kernel
+from steps_on_cpu import MODELS, OnCpu, assert_like_the_twin, inputs_of
 from thread_waits import waits
 from torch import Tensor
 
+from kilotok.kernels.persistent.step import StepKernel
 from kilotok.kernels.persistent.tagged import LAUNCH_TAG, TagCounter
 
 VALUES = torch.tensor([0.0, -0.0, 1.5, -math.inf, math.inf, math.nan, 1e-45, -3.0])
@@ -93,3 +99,43 @@ def test_when_all_tags_are_used_up_no_word_has_one() -> None:
     tags.words[1].fill_(1.0)
     assert tags.take(5) == LAUNCH_TAG - 5 and bool((tags.words[1] == 1).all()), "all below LAUNCH_TAG can be used"
     assert tags.take(5) == 1 and not any(bool(words.any()) for words in tags.words)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_word_of_the_layer_before_is_not_taken(stale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words come late; a reader that took those of the layer before (which is planted) would have other results than the twin."""
+    run, store = OnCpu(MODELS["rolled"]), tagged_on_cpu.store
+
+    def late(*operands: Any) -> Tensor:
+        time.sleep(0.05)
+        return store(*operands)
+
+    monkeypatch.setattr(tagged_on_cpu, "store", late)
+    if stale:
+        monkeypatch.setattr(tagged_on_cpu, "expected", lambda found, tags: bool(((found == tags) | (found == tags - 1)).all()))
+    inputs = inputs_of({0: (5, 1, 0), 5: (9, 0, 0)})
+    run.memory.words_8C.copy_(inputs.words_8C)
+    run.launch(num_steps=2)
+    run.twin.run_steps(inputs, 2)
+    assert not int(run.state.fault)
+    with pytest.raises(AssertionError, match="relative error") if stale else nullcontext():
+        assert_like_the_twin(run, inputs.slots_C >= 0)
+
+
+@pytest.mark.parametrize("lost", ["logits", "partials"])
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_words_that_nobody_writes_are_a_fault(lost: str, partitions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All programs run to the end of the step, and the host raises; the next launch is right, whatever the faulted one left."""
+    run, store = OnCpu(MODELS["rolled"], partitions=partitions), tagged_on_cpu.store
+    words = run.state.router_words_SCE2 if lost == "logits" else run.state.partial_words_RD2
+    inputs = inputs_of({0: (5, 1, 0), 5: (9, 0, 0)})
+    run.memory.words_8C.copy_(inputs.words_8C)
+    with monkeypatch.context() as patch:
+        patch.setattr(tagged_on_cpu, "store", lambda at, *more: at.offset * 0 if at.memory.data_ptr() == words.data_ptr() else store(at, *more))
+        run.launch(num_steps=5)
+    assert int(run.memory.ring_count) == 1
+    with pytest.raises(RuntimeError, match="for their words, in vain and gave up"):
+        StepKernel.check_fault(run)  # type: ignore[arg-type]
+    run.launch()
+    run.twin.step(inputs)
+    assert_like_the_twin(run, inputs.slots_C >= 0)
