@@ -207,7 +207,7 @@ LANGUAGE = SimpleNamespace(
     **{name: lambda *_, **__: None for name in ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout")},
     NVMMASharedLayout=lambda *, swizzle_byte_width, **_: swizzle_byte_width)
 HOPPER = SimpleNamespace(async_copy=SimpleNamespace(async_copy_global_to_shared=_copy, commit_group=_commit, wait_group=_wait),
-                         fence_async_shared=lambda: None, warpgroup_mma=_mma,
+                         fence_async_shared=lambda: None, mbarrier=None, warpgroup_mma=_mma,
                          warpgroup_mma_wait=lambda _outstanding, deps: deps[0])
 _FAKES: dict[str, Any] = {"triton.experimental": SimpleNamespace(gluon=SimpleNamespace(jit=_jit, constexpr_function=_jit)),
                           "triton.experimental.gluon": SimpleNamespace(language=LANGUAGE),

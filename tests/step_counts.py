@@ -108,7 +108,7 @@ def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layer
         return _NOTHING
 
     def attend(*arguments: Any) -> None:
-        *_, ahead, given, turn = arguments
+        *_, ahead, given, turn, _tagged, _tag = arguments
         if ahead:
             given.wait(int(turn) & 1)
 
@@ -127,11 +127,12 @@ def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layer
         "persistent.step_dense": {"live_of": lambda *_: 255},
         "persistent.step_phases": {"choose_experts": route, "clear_list": nothing, "write_list": nothing, "write_weights": nothing,
                                    "columns_of_tile": lambda *_: 0, "first_pairs": lambda *_: 0, "attend": attend, "prepare": nothing,
-                                   "fetch_values": nothing, "merge_columns": nothing, "spans_of_row": nothing},
+                                   "fetch_values": nothing, "merge_columns": nothing, "merge_tagged": nothing, "spans_of_row": nothing},
         "persistent.step_consumer": {"live_of": lambda *_: 255, "embed_phase": nothing, "add_phase": nothing, "sample_phase": nothing, "finish_phase": nothing,
                                    "load_norm": nothing},
         "persistent.draft_dense": {"live_of": lambda *_: 255},
-        "persistent.draft_phases": {"attend": attend, "prepare": nothing, "fetch_values": nothing, "merge_columns": nothing, "spans_of_row": nothing},
+        "persistent.draft_phases": {"attend": attend, "prepare": nothing, "fetch_values": nothing, "merge_columns": nothing,
+                                    "merge_tagged": nothing, "spans_of_row": nothing},
         "persistent.draft_consumer": {"live_of": lambda *_: 255, **dict.fromkeys((
             "embed_phase", "add_phase", "sample_phase", "draft_embed_phase", "draft_sample_phase", "choose_phase", "accept_phase", "append_phase"), nothing)},
     }

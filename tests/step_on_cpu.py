@@ -228,6 +228,8 @@ def _assembly(modules: dict[str, ModuleType]) -> Callable[..., Any]:
             return operands[0] + _here.program
         if tagged_on_cpu.loads(ptx):
             return tagged_on_cpu.load(ptx, operands, waits.poll)
+        if tagged_on_cpu.loads_spans(ptx):
+            return tagged_on_cpu.load_spans(ptx, operands, waits.poll)
         if "st.relaxed.gpu.global.b64" in ptx:
             return tagged_on_cpu.store(*operands)
         if ptx.startswith("fence."):
@@ -270,8 +272,8 @@ class Kernel:
         gl = SimpleNamespace(**names | (language or {}))
         barriers: dict[str, Any] = dict(MBarrierLayout=lambda: None, init=lambda b, count: b.init(count), arrive=lambda b, count: b.change(arrivals=count),
                                    wait=lambda b, parity: b.wait(parity), expect=lambda b, size: b.change(arrivals=1, expected=int(size)))
-        hopper = SimpleNamespace(**vars(base.HOPPER), mbarrier=SimpleNamespace(**barriers | (mbarrier or {})),
-                                 tma=SimpleNamespace(async_copy_global_to_shared=copy or _copy_box))
+        hopper = SimpleNamespace(**vars(base.HOPPER) | {"mbarrier": SimpleNamespace(**barriers | (mbarrier or {})),
+                                                          "tma": SimpleNamespace(async_copy_global_to_shared=copy or _copy_box)})
         self._fakes = {"triton.experimental": SimpleNamespace(gluon=SimpleNamespace(jit=base._jit, constexpr_function=base._jit)),
                        "triton.experimental.gluon": SimpleNamespace(language=gl), "triton.experimental.gluon.language.nvidia.hopper": hopper}
         for name in _DEVICE_MODULES:

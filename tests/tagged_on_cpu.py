@@ -10,6 +10,7 @@ from gluon_on_cpu import Pointer
 from torch import Tensor
 
 _LOADS = re.compile(r"// (\d+) words at (\d+) places, (\d+) words apart")
+_SPANS = re.compile(r"// (\d+) words of (\d+) spans, (\d+) words apart")
 _changed = threading.Condition()
 
 
@@ -34,6 +35,10 @@ def loads(ptx: str) -> bool:
     return _LOADS.search(ptx) is not None
 
 
+def loads_spans(ptx: str) -> bool:
+    return _SPANS.search(ptx) is not None
+
+
 def load(ptx: str, operands: list[Any], wait: Callable[..., bool]) -> tuple[Tensor, ...]:
     """Waits until all words of live elements have the tag; gives up, and sets the fault word, when nobody can write them or the fault word is set."""
     found = _LOADS.search(ptx)
@@ -55,6 +60,29 @@ def load(ptx: str, operands: list[Any], wait: Callable[..., bool]) -> tuple[Tens
     with _changed:
         gave_up = wait(_changed, lambda: there() or bool(fault_word[0]), f"{int(live.sum()) * num_places} words with tag {int(tags.flatten()[0])}")
         values = tuple(torch.where(live, words[at], 0) for at in places)
+    if gave_up:
+        fault_word[0] = 1
+    return values
+
+
+def load_spans(ptx: str, operands: list[Any], wait: Callable[..., bool]) -> tuple[Tensor, ...]:
+    """The same for `_poll_spans` of merge_device.py: of each element the words of its first spans, so many as it has; 0 of the others."""
+    found = _SPANS.search(ptx)
+    assert found is not None
+    words_of, spans, stride = map(int, found.groups())
+    pointer, count, tag, fault, _polls = operands
+    first, count, tags = torch.broadcast_tensors(torch.as_tensor(pointer.offset), count, tag)
+    words, fault_word = pointer.memory.view(torch.int32), fault.memory
+    live = [count > i // words_of for i in range(spans * words_of)]
+    places = [torch.where(live[i], first + 2 * (i // words_of * stride + i % words_of), 0) for i in range(spans * words_of)]
+    assert bool((first % (2 * words_of) == 0).all()) and max(int(at.max()) for at in places) + 1 < len(words), "a word unaligned, or outside of its tensor"
+
+    def there() -> bool:
+        return all(expected(words[at[mask] + 1], tags[mask]) for at, mask in zip(places, live, strict=True))
+
+    with _changed:
+        gave_up = wait(_changed, lambda: there() or bool(fault_word[0]), f"words of {int(count.max())} spans with tag {int(tags.flatten()[0])}")
+        values = tuple(torch.where(mask, words[at], 0) for at, mask in zip(places, live, strict=True))
     if gave_up:
         fault_word[0] = 1
     return values

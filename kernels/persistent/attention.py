@@ -191,6 +191,8 @@ class AttentionWorkspace:
     plan: Plan
     mixed: Tensor       # fp32: of (span, column, head) a row of K
     stats: Tensor       # fp32: its maximum and sum
+    mixed_words: Tensor     # fp32: the same as words with tags (tagged.py), where others poll for them
+    stats_words: Tensor
     arrivals: Tensor    # int32, zero between launches
 
     @staticmethod
@@ -203,10 +205,11 @@ class AttentionWorkspace:
             last = (max_length - 1) // CHUNK
             spans = max(span_of(e) - span_of(max(0, e - (heads.window + 6) // CHUNK - 1)) + 1 for e in range(last + 1))
         rows = spans * num_columns * heads.num_heads
-        if rows * heads.head_dim >= 2**31:
+        if 2 * rows * heads.head_dim >= 2**31:
             raise NotImplementedError(f"AttentionWorkspace: {rows} partial rows of {heads.head_dim} are beyond 32-bit offsets. Use fewer columns.")
         return AttentionWorkspace(plan=Plan.empty(num_columns=num_columns, max_length=max_length, device=device),
                                   mixed=torch.empty(rows, heads.head_dim, device=device), stats=torch.empty(rows, 2, device=device),
+                                  mixed_words=torch.zeros(rows, heads.head_dim, 2, device=device), stats_words=torch.zeros(rows, 2, 2, device=device),
                                   arrivals=torch.zeros(num_columns * heads.num_kv_heads, dtype=torch.int32, device=device))
 
 

@@ -26,14 +26,15 @@ CAUSAL: a column sees the keys of its run up to its own; else those of the whole
 own part stores.
 
 The partial results of a span (maximum, sum, mixed values) go to a workspace, and are added in the order of the spans: by the item of the run and head
-that comes last (`merge_arrived`), or by all programs behind a barrier over the grid (`merge_columns`); see merge_device.py.
+that comes last (`merge_arrived`), by all programs behind a barrier over the grid (`merge_columns`), or by other threads that poll for them
+(`merge_tagged`); see merge_device.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..moe.stream import cta_barrier
+from ..moe.stream import cta_barrier, store_tagged
 from .attention_rows import ROWS_AT_ONCE, added, append, ask, ask_rows, new_keys, operand, place, stage, staged_rows
 from .merge_device import exp2, merge_arrived, merge_columns, nothing, row_lanes, spans_of_row
 from .plan import CHUNK, FIELDS
@@ -193,20 +194,30 @@ def _bf16(x):
 
 @gluon.jit
 def _store_partial(mixed_ptr, stats_ptr, largest, sums, mixed, first, count, HALF: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr,
-                   NUM_WARPS: gl.constexpr):
-    """`count` rows of a span's partial results, from row `first` of all."""
+                   NUM_WARPS: gl.constexpr, TAGGED: gl.constexpr, tag):
+    """`count` rows of a span's partial results, from row `first` of all; TAGGED: as words with a tag, the statistics behind what they weigh."""
     VALUES: gl.constexpr = value_width(HALF)
     SCORES: gl.constexpr = products(KEYS, QUERIES, NUM_WARPS)
     MIXED: gl.constexpr = products(VALUES, QUERIES, NUM_WARPS)
-    row = nothing() + gl.arange(0, QUERIES, gl.SliceLayout(0, SCORES))
-    gl.store(stats_ptr + first * 2 + row * 2, largest, mask=row < count)
-    gl.store(stats_ptr + first * 2 + row * 2 + 1, gl.sum(sums, 0), mask=row < count)
+    if not TAGGED:
+        row = nothing() + gl.arange(0, QUERIES, gl.SliceLayout(0, SCORES))
+        gl.store(stats_ptr + first * 2 + row * 2, largest, mask=row < count)
+        gl.store(stats_ptr + first * 2 + row * 2 + 1, gl.sum(sums, 0), mask=row < count)
     row = gl.arange(0, QUERIES, gl.SliceLayout(0, MIXED))[None, :]
     d = gl.arange(0, VALUES, gl.SliceLayout(1, MIXED))[:, None]
     mask = (row < count + nothing()) & (d >= 0)
     if VALUES > 2 * HALF:
         mask = mask & (d < 2 * HALF)
-    gl.store(mixed_ptr + first * (2 * HALF) + (row.to(gl.int64) * (2 * HALF) + d.to(gl.int64)), mixed, mask=mask)
+    if TAGGED:
+        store_tagged(mixed_ptr + first * (4 * HALF) + (row.to(gl.int64) * (4 * HALF) + d.to(gl.int64) * 2), mixed, tag, mask)
+        row = (nothing() + gl.arange(0, QUERIES, gl.SliceLayout(0, SCORES)))[None, :]
+        key = gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))[:, None]
+        mask = (key == 0) & (row < count)       # by one lane, where a gl.store would see to that
+        at = stats_ptr + (first * 4 + row * 4 + key * 0)
+        store_tagged(at, gl.where(mask, largest[None, :], 0.0), tag, mask)
+        store_tagged(at + 2, gl.where(mask, gl.sum(sums, 0)[None, :], 0.0), tag, mask)
+    else:
+        gl.store(mixed_ptr + first * (2 * HALF) + (row.to(gl.int64) * (2 * HALF) + d.to(gl.int64)), mixed, mask=mask)
 
 
 @gluon.jit
@@ -214,11 +225,12 @@ def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, 
            number, stamps_ptr, PROGRAMS: gl.constexpr, C: gl.constexpr, H: gl.constexpr, G: gl.constexpr, HALF: gl.constexpr, SCALE: gl.constexpr,
            EPS: gl.constexpr, NORM: gl.constexpr, WINDOW: gl.constexpr, LAST_MERGES: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr,
            SPLITS: gl.constexpr, STAMPED: gl.constexpr, NUM_WARPS: gl.constexpr, CAUSAL: gl.constexpr = True, AHEAD: gl.constexpr = False, given=None,
-           turn=None):
+           turn=None, TAGGED: gl.constexpr = False, tag=None):
     """The items of program `number` of PROGRAMS: one from the front of the plan, then one from the back of every further round. first_item: of `prepare`.
 
     SCALE: of scores, with log2(e) in it. AHEAD: the first item's first values come by `fetch_values`; given: where `give_values` says so, with the parity of
-    `turn`. Leaves shared memory behind a barrier over the program only.
+    `turn`. TAGGED: mixed_ptr and stats_ptr are of words, which get the tag, and `merge_tagged` adds them up. Leaves shared memory behind a barrier over the
+    program only.
     """
     R: gl.constexpr = H // G
     VALUES: gl.constexpr = value_width(HALF)
@@ -348,9 +360,9 @@ def attend(first_item, buffers, qkv_ptr, norm_ptr, cos_ptr, sin_ptr, cache_ptr, 
 
         if next_item != item:
             _store_partial(mixed_ptr, stats_ptr, largest, sums, mixed, (span * C * G + group * C + first_column + before) * R, (total - before) * R, HALF, KEYS,
-                           QUERIES, NUM_WARPS)
+                           QUERIES, NUM_WARPS, TAGGED, tag)
             _stamp(stamps_ptr, 4, number, STAMPED, NUM_WARPS)
-            if LAST_MERGES:
+            if LAST_MERGES and not TAGGED:
                 merge_arrived(mixed_ptr, stats_ptr, arrivals_ptr, out_ptr, first_column + before, total - before, spans, group, C, H, G, HALF, NUM_WARPS)
                 _stamp(stamps_ptr, 5, number, STAMPED, NUM_WARPS)
         first_column, columns, start, slot, first, end, span, spans, keys, block, item = (

@@ -73,6 +73,7 @@ def round_code(shape: StepShape, draft: DraftShape, *, layouts: dict[str, Any], 
     if not shape.rolled:
         raise NotImplementedError("round_code: drafts run in the kernel of rolled dense products alone. Pack the target's weights of a shape with rolled=True.")
     draft.require_target(shape)
+    assert draft.num_layers <= shape.num_layers, "a round has as many tags as the target has layers"
     matrices = {name: draft.dense_layout(name) for name in DRAFT_MATRICES}
     code = StepCode.of(shape, layouts=layouts, alike=tuple(matrices.values()), **options)
     everything = (*(layouts[name] for name in ("qkv", "out", "router", "head")), *matrices.values())
@@ -115,6 +116,8 @@ class DraftPointers(NamedTuple):
     plan_spans: Any         # i32
     span_mixed: Any         # fp32
     span_stats: Any         # fp32
+    span_words: Any         # fp32: tagged words of the same, as of S.TAGGED
+    stats_words: Any        # fp32
     arrivals: Any           # i32
     shares: Any             # fp32 [3, C, SLICES]: of a slice its best proposal's scaled logit, its largest one, the sum of its exponentials
     candidates: Any         # i32 [C]
@@ -129,7 +132,7 @@ class DraftPointers(NamedTuple):
 
 DRAFT_POINTER_TYPES = DraftPointers(**{name: f"*{kind}" for kind, names in {
     "bf16": "mask attention_norm mlp_norm hidden_norm norm qk_norm cache mixed inter",
-    "fp32": "cos sin residual qkv context keys span_mixed span_stats shares confidence cost scale",
+    "fp32": "cos sin residual qkv context keys span_mixed span_stats span_words stats_words shares confidence cost scale",
     "i32": "plan_rows plan_num_rows plan_spans arrivals candidates limits verify committed ring_verify",
 }.items() for name in names.split()})
 

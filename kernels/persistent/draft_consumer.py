@@ -15,6 +15,7 @@ from .draft_phases import (
     draft_attention_phase,
     draft_embed_phase,
     draft_merge_phase,
+    draft_merge_words,
     draft_spans_to_merge,
     prepare_draft_attention,
     prepare_draft_values,
@@ -29,6 +30,7 @@ from .step_phases import (
     embed_phase,
     gate_up_phase,
     merge_phase,
+    merge_words,
     prepare_attention,
     prepare_values,
     sample_phase,
@@ -40,7 +42,7 @@ _WARPS = gl.constexpr(NUM_WARPS)
 
 
 @gluon.jit
-def _attention(m, p, q, kind, layer, at, turn, table_width, cache_pages, polls, S: gl.constexpr, T: gl.constexpr, PART: gl.constexpr):
+def _attention(m, p, q, kind, layer, at, turn, tag, table_width, cache_pages, polls, S: gl.constexpr, T: gl.constexpr, PART: gl.constexpr):
     """Attention behind a product of queries, keys and values, the target's or the draft's."""
     if kind == QKV:
         if PART == 0:
@@ -49,9 +51,11 @@ def _attention(m, p, q, kind, layer, at, turn, table_width, cache_pages, polls, 
             prepare_values(m, p, layer, table_width, cache_pages, S)
         wait_for_all(p, polls, at, S, PART)
         if PART == 0:
-            attention_phase(m, p, item, layer, table_width, cache_pages, turn, S)
+            attention_phase(m, p, item, layer, table_width, cache_pages, turn, tag, S)
         elif S.VALUES_AHEAD:
             values_arrive(m)
+            if S.TAGGED:
+                merge_words(p, tag, polls, S)
         if not S.LAST_MERGES:
             spans = spans_to_merge(p, S, PART)
             step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
@@ -63,9 +67,11 @@ def _attention(m, p, q, kind, layer, at, turn, table_width, cache_pages, polls, 
             prepare_draft_values(m, p, q, layer, table_width, cache_pages, S, T)
         wait_for_all(p, polls, at, S, PART)
         if PART == 0:
-            draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, turn, S, T)
+            draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, turn, tag, S, T)
         elif S.VALUES_AHEAD:
             values_arrive(m)
+            if S.TAGGED:
+                draft_merge_words(p, q, tag, polls, S, T)
         if not S.LAST_MERGES:
             spans = draft_spans_to_merge(p, q, S, T, PART)
             step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
@@ -99,7 +105,7 @@ def _all_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cach
                     embed_phase(p, layer, S, PART)
                 else:
                     draft_embed_phase(p, q, S, T, PART)
-            tag = sequence + number * num_layers + layer        # of the target's layers
+            tag = sequence + number * num_layers + layer        # of the target's layers, and of the draft's, which are no more
             matrix, more = round_matrix_of(p, q, kind, layer, S, T)
             begun = begin_matrix(matrix, S, PART)
             wait_for_all(p, polls, at, S, PART)
@@ -108,7 +114,7 @@ def _all_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cach
                 live = live_of(words_of(p, kind, S), 0, S)
             slot, phase = round_product(m, p, q, slot, phase, live, kind, matrix, more, begun, tag, S, PART)
             if (kind == QKV) | (kind == DRAFT_QKV):
-                _attention(m, p, q, kind, layer, at, attended, table_width, cache_pages, polls, S, T, PART)
+                _attention(m, p, q, kind, layer, at, attended, tag, table_width, cache_pages, polls, S, T, PART)
                 at += 1
                 attended += 1
             if kind == ROUTER:
@@ -164,7 +170,10 @@ def consume_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, c
     elif T.PHASE == "draft_attention":
         if PART == 0:
             item = prepare_draft_attention(m, p, q, layer, table_width, cache_pages, S, T)
-            draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, 0, S, T)
+            draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, 0, sequence, S, T)
+    elif T.PHASE == "draft_merge" and S.TAGGED:
+        if PART == 1:
+            draft_merge_words(p, q, sequence, polls, S, T)
     elif T.PHASE == "draft_merge":
         draft_merge_phase(p, q, draft_spans_to_merge(p, q, S, T, PART), S, T, PART)
     elif T.PHASE == "draft_out":

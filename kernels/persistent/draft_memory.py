@@ -67,8 +67,9 @@ class RoundMemory:
             mask=w.mask_D, attention_norm=w.attention_norm_LD, mlp_norm=w.mlp_norm_LD, hidden_norm=w.hidden_norm_D, norm=w.norm_D, qk_norm=w.qk_norm_LHK,
             cos=s.cos_NK, sin=s.sin_NK, cache=s.cache, residual=s.residual_CD, qkv=s.qkv_SCW, mixed=s.mixed_CW, inter=s.inter_CF, context=s.context_CD,
             keys=s.keys_SCA, plan_rows=space.plan.rows_N8, plan_num_rows=space.plan.num_rows, plan_spans=space.plan.spans_C, span_mixed=space.mixed,
-            span_stats=space.stats, arrivals=space.arrivals, shares=self.shares_3CS, candidates=s.candidates_C, confidence=s.confidence_C,
-            limits=self.limits_S, verify=s.verify_S, committed=s.committed_S, cost=s.cost_8, scale=s.scale_8, ring_verify=self.ring_verify_NS)
+            span_stats=space.stats, span_words=space.mixed_words, stats_words=space.stats_words, arrivals=space.arrivals,
+            shares=self.shares_3CS, candidates=s.candidates_C, confidence=s.confidence_C, limits=self.limits_S,
+            verify=s.verify_S, committed=s.committed_S, cost=s.cost_8, scale=s.scale_8, ring_verify=self.ring_verify_NS)
         for name, tensor, kind in zip(DraftPointers._fields, found, DRAFT_POINTER_TYPES, strict=True):
             assert tensor.dtype == DTYPES[kind] and tensor.is_contiguous(), f"{name} must be contiguous {kind}; got {tensor.dtype}"
         return found

@@ -13,7 +13,7 @@ from ..moe.stream import here, program
 from .attention_device import attend, fetch_values, prepare, value_width
 from .attention_rows import load, operand
 from .fragments import NUM_WARPS
-from .merge_device import merge_columns, nothing, row_lanes, spans_of_row
+from .merge_device import merge_columns, merge_tagged, nothing, row_lanes, spans_of_row
 from .plan import CHUNK, plan_step
 from .step_phases import attention_buffers, keys_of, leave_squares, program_list
 
@@ -86,13 +86,24 @@ def prepare_draft_values(m, p, q, layer, table_width, cache_pages, S: gl.constex
 
 
 @gluon.jit
-def draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, turn, S: gl.constexpr, T: gl.constexpr):
+def draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, turn, tag, S: gl.constexpr, T: gl.constexpr):
     """item: of `prepare_draft_attention`, turn: as of `attention_phase`. The block's own keys and values lie in the cache until those of its committed columns'
     features do."""
+    span_mixed = q.span_mixed
+    span_stats = q.span_stats
+    if S.TAGGED:
+        span_mixed = q.span_words
+        span_stats = q.stats_words
     attend(item, attention_buffers(m, T.HALF, T.QUERY_UNIT, S), q.qkv, _norms_of(q, layer, T), q.cos, q.sin, _cache_of(q, layer, cache_pages, T), p.pages,
-           q.plan_rows, q.span_mixed, q.span_stats, q.arrivals, q.mixed, table_width, program(_WARPS), p.stamps, S.PROGRAMS, S.C, T.H, T.G, T.HALF, T.SCALE,
+           q.plan_rows, span_mixed, span_stats, q.arrivals, q.mixed, table_width, program(_WARPS), p.stamps, S.PROGRAMS, S.C, T.H, T.G, T.HALF, T.SCALE,
            T.QK_EPS, True, T.WINDOW, S.LAST_MERGES, S.KEYS, S.QUERIES, T.qkv.SPLITS, False, _WARPS, T.CAUSAL,
-           S.VALUES_AHEAD and T.PHASE == "rounds", m[6], turn)
+           S.VALUES_AHEAD and T.PHASE == "rounds", m[6], turn, S.TAGGED, tag)
+
+
+@gluon.jit
+def draft_merge_words(p, q, tag, polls, S: gl.constexpr, T: gl.constexpr):
+    """As `merge_words`."""
+    merge_tagged(q.span_words, q.stats_words, q.plan_spans, q.mixed, program(_WARPS), tag, p.fault, polls, S.PROGRAMS, S.C, T.H, T.G, T.HALF, _WARPS)
 
 
 @gluon.jit

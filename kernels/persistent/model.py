@@ -385,11 +385,13 @@ class StepState:
             return torch.zeros(*size, dtype=torch.int32, device=device)
 
         tags = TagCounter.of((shape.router_splits, num_columns, shape.num_experts), (pairs, shape.hidden_size), dtype=wide, device=device)
+        attention = AttentionWorkspace.of(heads, num_columns=num_columns, max_length=shape.max_length, device=device)
+        tags.words += [attention.mixed_words, attention.stats_words]
         return StepState(
             shape=shape, cache=cache, pages_SP=pages_SP, cos_NK=cos_NK, sin_NK=sin_NK, residual_CD=empty(num_columns, shape.hidden_size),
             qkv_SCW=empty(shape.qkv_splits, num_columns, heads.qkv_width), mixed_CW=empty(num_columns, heads.num_heads * heads.head_dim, dtype=BF16),
             normed_CD=empty(num_columns, shape.hidden_size, dtype=BF16), router_words_SCE2=tags.words[0], routing=routing,
             inter_MCF=empty(len(routing.experts_M), TILE_COLUMNS, shape.expert_hidden, dtype=BF16), partial_words_RD2=tags.words[1],
-            attention=AttentionWorkspace.of(heads, num_columns=num_columns, max_length=shape.max_length, device=device),
-            features_CXD=empty(num_columns, len(shape.taps), shape.hidden_size, dtype=BF16), logits_CV=empty(num_columns, shape.vocab_size),
+            attention=attention, features_CXD=empty(num_columns, len(shape.taps), shape.hidden_size, dtype=BF16),
+            logits_CV=empty(num_columns, shape.vocab_size),
             next_C=zeros(num_columns), distinct_L=zeros(shape.num_layers), barrier=zeros(1), fault=zeros(1), tags=tags)

@@ -43,6 +43,7 @@ class RoundKernel(StepKernel):
             raise ValueError(f"RoundKernel: draft state and weights must be of one draft, as wide as the step, in fp32; got {draft_state.num_columns} columns "
                              f"in {draft_state.residual_CD.dtype} beside {state.num_columns}.")
         super().__init__(weights, state, **options)
+        state.tags.words += [draft_state.attention.mixed_words, draft_state.attention.stats_words]
         self._draft_descriptors = tuple(descriptor(getattr(draft_weights, name)) for name in DRAFT_MATRICES)
 
     def _make_code(self, **options: Any) -> StepCode:
@@ -135,7 +136,8 @@ class RoundKernel(StepKernel):
 
     def round_plan(self) -> list[tuple[str, int]]:
         """The phases of a round in order, each with its layer."""
-        names = [f"draft_{name}" for name in ("qkv", "attention", "merge", "out", "gate_up", "down") if name != "merge" or not self.code.LAST_MERGES]
+        names = [f"draft_{name}" for name in ("qkv", "attention", "merge", "out", "gate_up", "down")
+                 if name != "merge" or self.code.TAGGED or not self.code.LAST_MERGES]
         layers = [(name, layer) for layer in range(self.draft_shape.num_layers) for name in names]
         return [("draft_embed", 0), *layers, *((name, 0) for name in ("draft_head", "draft_sample", "choose")), *self.plan()]
 

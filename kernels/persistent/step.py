@@ -34,7 +34,7 @@ _MAX_STEPS = 64
 
 def layer_phases(code: StepCode) -> list[str]:
     """The launches of a layer."""
-    return [name for name in PHASES[1:-3] if name != "merge" or not code.LAST_MERGES]
+    return [name for name in PHASES[1:-3] if name != "merge" or code.TAGGED or not code.LAST_MERGES]
 
 
 class StepKernel:

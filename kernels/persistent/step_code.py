@@ -147,6 +147,7 @@ class StepCode:
     QUERY_UNIT: int
     VALUE_UNITS: int
     VALUES_AHEAD: bool      # values of attention lie in the area of a second consumer, which fetches the first ones of a layer
+    TAGGED: bool            # partial results of attention are words that the second consumer polls for, instead of the last item's merge
     STAGE_BLOCKS: int       # of rolled dense products: blocks of a warp a stage
     X_STAGES: int           # stages whose activations are in shared memory
     DENSE_EXCHANGE_UNIT: int
@@ -216,7 +217,8 @@ class StepCode:
             PRODUCT_UNITS=max(product_units, values // AREA_UNIT) if ahead else product_units, STAGE_BLOCKS=dense["qkv"].STAGE_BLOCKS, X_STAGES=x_stages,
             DENSE_EXCHANGE_UNIT=x_stages * dense["qkv"].STAGE_BLOCKS * _CHUNK_UNITS, SQUARES=max(32, next_power_of_2(-(-shape.hidden_size // TILE_ROWS))),
             EXCHANGE_UNIT=exchange_unit, EXCHANGE_UNITS=exchange_units,
-            QUERY_UNIT=0 if ahead else values // AREA_UNIT, VALUE_UNITS=values // AREA_UNIT, VALUES_AHEAD=ahead, TABLE_UNITS=table_units, KEYS_HALF=half)
+            QUERY_UNIT=0 if ahead else values // AREA_UNIT, VALUE_UNITS=values // AREA_UNIT, VALUES_AHEAD=ahead,
+            TAGGED=ahead and form.last_merges, TABLE_UNITS=table_units, KEYS_HALF=half)
 
     def expert_stages(self) -> tuple[Stages, Stages]:
         """Of gate and up, and of down, as their descriptors are made."""
@@ -276,6 +278,8 @@ class Pointers(NamedTuple):
     plan_spans: Any         # i32
     span_mixed: Any         # fp32
     span_stats: Any         # fp32
+    span_words: Any         # fp32: tagged words of the same, as of S.TAGGED
+    stats_words: Any        # fp32
     arrivals: Any           # i32
     taps: Any               # i32 [L]: place of a layer's output among the features, or -1
     features: Any           # bf16
@@ -295,7 +299,7 @@ class Pointers(NamedTuple):
 
 POINTER_TYPES = Pointers(**{name: f"*{kind}" for kind, names in {
     "bf16": "embedding attention_norm experts_norm norm qk_norm cache mixed normed inter features",
-    "fp32": "cos sin residual qkv router_logits list_weights partials squares span_mixed span_stats logits best",
+    "fp32": "cos sin residual qkv router_logits list_weights partials squares span_mixed span_stats span_words stats_words logits best",
     "i64": "stamps",
     "i32": "words pages mixed_pairs normed_pairs list_tiles list_experts list_pairs list_counts inter_pairs plan_rows plan_num_rows plan_spans arrivals "
            "taps best_ids next distinct barrier fault stop ring_tokens ring_count host_stop",

@@ -20,6 +20,7 @@ from .step_phases import (
     finish_phase,
     gate_up_phase,
     merge_phase,
+    merge_words,
     prepare_attention,
     prepare_values,
     sample_phase,
@@ -97,7 +98,7 @@ def _all_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, nu
                 item = prepare_attention(m, p, layer, table_width, cache_pages, S)
             wait_for_all(p, polls, at + 1, S, PART)
             if PART == 0:
-                attention_phase(m, p, item, layer, table_width, cache_pages, 0, S)
+                attention_phase(m, p, item, layer, table_width, cache_pages, 0, tag, S)
             if not S.LAST_MERGES:
                 spans = spans_to_merge(p, S, PART)
                 step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
@@ -169,9 +170,11 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
                     prepare_values(m, p, layer, table_width, cache_pages, S)
                 wait_for_all(p, polls, at + 1, S, PART)
                 if PART == 0:
-                    attention_phase(m, p, item, layer, table_width, cache_pages, step * num_layers + layer, S)
+                    attention_phase(m, p, item, layer, table_width, cache_pages, step * num_layers + layer, tag, S)
                 elif S.VALUES_AHEAD:
                     values_arrive(m)
+                    if S.TAGGED:
+                        merge_words(p, tag, polls, S)
                 if not S.LAST_MERGES:
                     spans = spans_to_merge(p, S, PART)
                     step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
@@ -220,7 +223,10 @@ def consume(m, p, num_layers, num_steps, table_width, cache_pages, polls, layer,
         elif S.PHASE == "attention":
             if PART == 0:
                 item = prepare_attention(m, p, layer, table_width, cache_pages, S)
-                attention_phase(m, p, item, layer, table_width, cache_pages, 0, S)
+                attention_phase(m, p, item, layer, table_width, cache_pages, 0, sequence, S)
+        elif S.PHASE == "merge" and S.TAGGED:
+            if PART == 1:
+                merge_words(p, sequence, polls, S)
         elif S.PHASE == "merge":
             merge_phase(p, spans_to_merge(p, S, PART), S, PART)
         elif S.PHASE == "out" and S.ROLLED_DENSE:

@@ -69,7 +69,8 @@ class StepMemory:
             normed_pairs=s.normed_CD.view(torch.int32), router_logits=s.router_words_SCE2, list_tiles=self.list_tiles_R, list_experts=self.list_experts_RM,
             list_pairs=self.list_pairs_RM8, list_weights=self.list_weights_RM8, list_counts=self.list_counts_RC, inter=s.inter_MCF,
             inter_pairs=s.inter_MCF.view(torch.int32), partials=s.partial_words_RD2, plan_rows=space.plan.rows_N8, plan_num_rows=space.plan.num_rows,
-            plan_spans=space.plan.spans_C, span_mixed=space.mixed, span_stats=space.stats, arrivals=space.arrivals, taps=self.taps_L, features=s.features_CXD,
+            plan_spans=space.plan.spans_C, span_mixed=space.mixed, span_stats=space.stats,
+            span_words=space.mixed_words, stats_words=space.stats_words, arrivals=space.arrivals, taps=self.taps_L, features=s.features_CXD,
             logits=s.logits_CV, best=self.best_CS, best_ids=self.best_ids_CS, next=s.next_C, distinct=s.distinct_L, barrier=s.barrier, fault=s.fault,
             stop=self.stop, ring_tokens=self.ring_tokens_NC, ring_count=self.ring_count, host_stop=self.host_stop, stamps=self.stamps)
         check_pointers(found)

@@ -20,7 +20,7 @@ from ..moe.stream import column_lanes, columns_of, cta_barrier, here, program, r
 from .attention_device import attend, fetch_values, give_values, prepare, value_width
 from .attention_rows import ROWS_AT_ONCE, operand, staged_rows
 from .fragments import NUM_WARPS
-from .merge_device import merge_columns, spans_of_row
+from .merge_device import merge_columns, merge_tagged, spans_of_row
 from .plan import CHUNK, plan_step, words_cache
 from .router import choose_experts, clear_list, columns_of_tile, write_list, write_weights
 from .sample_device import best_of_column, finish, sample_slices
@@ -116,11 +116,23 @@ def values_arrive(m):
 
 
 @gluon.jit
-def attention_phase(m, p, item, layer, table_width, cache_pages, turn, S: gl.constexpr):
+def attention_phase(m, p, item, layer, table_width, cache_pages, turn, tag, S: gl.constexpr):
     """item: of `prepare_attention`. turn: of attention in this launch."""
+    span_mixed = p.span_mixed
+    span_stats = p.span_stats
+    if S.TAGGED:
+        span_mixed = p.span_words
+        span_stats = p.stats_words
     attend(item, attention_buffers(m, S.HALF, S.QUERY_UNIT, S), p.qkv, _norms_of(p, layer, S), p.cos, p.sin, _cache_of(p, layer, cache_pages, S), p.pages,
-           p.plan_rows, p.span_mixed, p.span_stats, p.arrivals, p.mixed, table_width, _attending(S), p.stamps, S.ATTENDING, S.C, S.H, S.G, S.HALF, S.SCALE,
-           S.QK_EPS, S.QK_NORM, S.WINDOW, S.LAST_MERGES, S.KEYS, S.QUERIES, S.qkv.SPLITS, False, _WARPS, True, ahead(S), m[6], turn)
+           p.plan_rows, span_mixed, span_stats, p.arrivals, p.mixed, table_width, _attending(S), p.stamps, S.ATTENDING, S.C, S.H, S.G, S.HALF, S.SCALE,
+           S.QK_EPS, S.QK_NORM, S.WINDOW, S.LAST_MERGES, S.KEYS, S.QUERIES, S.qkv.SPLITS, False, _WARPS, True, ahead(S), m[6], turn,
+           S.TAGGED, tag)
+
+
+@gluon.jit
+def merge_words(p, tag, polls, S: gl.constexpr):
+    """With S.TAGGED, by one consumer of every program: while the others attend, or in a launch behind theirs."""
+    merge_tagged(p.span_words, p.stats_words, p.plan_spans, p.mixed, program(_WARPS), tag, p.fault, polls, S.PROGRAMS, S.C, S.H, S.G, S.HALF, _WARPS)
 
 
 @gluon.jit

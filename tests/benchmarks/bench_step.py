@@ -67,7 +67,7 @@ def compile_all(names: list[str], variants: list[str]) -> None:
     tasks = [(name, 8, "all", False, variant) for variant in variants for name in names if variant in VARIANTS or name == "Qwen3-30B-A3B"]
     tasks += [("Qwen3-30B-A3B", 8, "all", True, variant) for variant in variants if "Qwen3-30B-A3B" in names]
     tasks += [("pocket", 16, "all", False, variant) for variant in variants if "pocket" in names and variant in VARIANTS]
-    tasks += [(name, 8, phase, False, variant) for phase in ("gate_up", "attention", *(p for p in PHASES if p not in ("gate_up", "attention", "merge")))
+    tasks += [(name, 8, phase, False, variant) for phase in ("gate_up", "attention", *(p for p in PHASES if p not in ("gate_up", "attention")))
               for name in names for variant in variants if variant in VARIANTS]
     workers = min(len(tasks), max(1, (os.cpu_count() or 4) - 2), 14)
     with multiprocessing.get_context("spawn").Pool(workers) as pool:

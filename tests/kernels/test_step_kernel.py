@@ -236,7 +236,7 @@ def test_the_resident_kernel_fits_an_sm(name: str) -> None:
     built = build_step(name, variant=VARIANTS["rolled"])
     assert built.shared_bytes <= SHARED_BYTES, str(built)
     assert built.registers == 96 and built.local_bytes == 0 and built.stack_bytes <= 256, str(built)
-    assert built.code_bytes <= 184 * 1024, f"{built.code_bytes} bytes of code"
+    assert built.code_bytes <= 188 * 1024, f"{built.code_bytes} bytes of code"
     loops = mma_loops(built.sass)
     assert 6 <= len(loops) <= 8, "dense, gate and up, down, and attention, of two consumers"
     assert all(loop.local_accesses <= 4 for loop in loops), [str(loop) for loop in loops if loop.local_accesses > 4]

@@ -122,16 +122,19 @@ def test_a_word_of_the_layer_before_is_not_taken(stale: bool, monkeypatch: pytes
         assert_like_the_twin(run, inputs.slots_C >= 0)
 
 
-@pytest.mark.parametrize("lost", ["logits", "partials"])
-@pytest.mark.parametrize("partitions", [1, 2])
-def test_words_that_nobody_writes_are_a_fault(lost: str, partitions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All programs run to the end of the step, and the host raises; the next launch is right, whatever the faulted one left."""
+@pytest.mark.parametrize("off", [None, 1, -1])
+@pytest.mark.parametrize(("lost", "partitions"), [("logits", 1), ("logits", 2), ("partials", 1), ("partials", 2), ("statistics", 2), ("mixed values", 2)])
+def test_words_that_nobody_writes_are_a_fault(lost: str, partitions: int, off: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor those whose tag is off by one. All programs run to the end of the step, and the host raises; the next launch is right, whatever the faulted one
+    left."""
     run, store = OnCpu(MODELS["rolled"], partitions=partitions), tagged_on_cpu.store
-    words = run.state.router_words_SCE2 if lost == "logits" else run.state.partial_words_RD2
+    words = {"logits": run.state.router_words_SCE2, "partials": run.state.partial_words_RD2, "statistics": run.state.attention.stats_words,
+             "mixed values": run.state.attention.mixed_words}[lost]
     inputs = inputs_of({0: (5, 1, 0), 5: (9, 0, 0)})
     run.memory.words_8C.copy_(inputs.words_8C)
     with monkeypatch.context() as patch:
-        patch.setattr(tagged_on_cpu, "store", lambda at, *more: at.offset * 0 if at.memory.data_ptr() == words.data_ptr() else store(at, *more))
+        patch.setattr(tagged_on_cpu, "store", lambda at, bits, tag, live: store(at, bits, tag, live & (at.memory.data_ptr() != words.data_ptr())) if off is None
+                      else store(at, bits, tag + off * (at.memory.data_ptr() == words.data_ptr()), live))
         run.launch(num_steps=5)
     assert int(run.memory.ring_count) == 1
     with pytest.raises(RuntimeError, match="for their words, in vain and gave up"):
