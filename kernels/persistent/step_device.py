@@ -9,7 +9,9 @@ consumers share anything). The consumers walk through the phases; seven times a 
 
     qkv | attention | out | router | choice, gate and up | down | add
 
-or eight, where attention's partial results are merged by all programs and not by the item that comes last (attention.AttentionForm).
+or eight, where attention's partial results are merged by all programs and not by the item that comes last (attention.AttentionForm). The first consumer of an
+SM attends. Of rolled products the second one has nothing else to do then, so it fetches what can be fetched ahead of the barrier, and polls for the partial
+results, which say themselves that they are there (tagged.py), to merge them: nothing of that is on the way of those who attend.
 
 A norm needs the whole residual, a choice all logits, and out every head's mixed values, so those are boundaries. Before down and before the sum of its
 partials lie the other two: a sum by whoever comes last, counted by atomics, was slower than a barrier in the expert layer. The choice of experts is

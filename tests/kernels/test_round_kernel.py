@@ -226,11 +226,11 @@ def test_two_programs_of_rounds_fit_an_sm(name: str) -> None:
     """Within a step's shared memory and registers; one loop for all dense products, the target's and the draft's, and nothing is spilled in it."""
     built = build_rounds(name)
     assert built.shared_bytes <= SHARED_BYTES_OF_TWO, str(built)
-    assert built.registers == REGISTERS_OF_TWO and built.local_bytes == 0 and built.stack_bytes <= 384, str(built)
+    assert built.registers == REGISTERS_OF_TWO and built.local_bytes == 0 and built.stack_bytes <= 416, str(built)
     loops = mma_loops(built.sass)
     assert len(loops) <= 4, [str(loop) for loop in loops]     # dense, gate and up, down, attention
     assert all(loop.local_accesses <= 4 for loop in loops), [str(loop) for loop in loops if loop.local_accesses > 4]
-    assert built.code_bytes <= 168 * 1024, f"{built.code_bytes} bytes of code"     # of which a layer of the target takes what it takes in a step
+    assert built.code_bytes <= 172 * 1024, f"{built.code_bytes} bytes of code"     # of which a layer of the target takes what it takes in a step
 
 
 @pytest.mark.slow
