@@ -48,7 +48,7 @@ def _attention(m, p, q, kind, layer, at, turn, tag, table_width, cache_pages, po
         if PART == 0:
             item = prepare_attention(m, p, layer, table_width, cache_pages, S)
         elif S.VALUES_AHEAD:
-            prepare_values(m, p, layer, table_width, cache_pages, S)
+            prepare_values(m, p, layer, table_width, cache_pages, turn, S)
         wait_for_all(p, polls, at, S, PART)
         if PART == 0:
             attention_phase(m, p, item, layer, table_width, cache_pages, turn, tag, S)
@@ -64,7 +64,7 @@ def _attention(m, p, q, kind, layer, at, turn, tag, table_width, cache_pages, po
         if PART == 0:
             item = prepare_draft_attention(m, p, q, layer, table_width, cache_pages, S, T)
         elif S.VALUES_AHEAD:
-            prepare_draft_values(m, p, q, layer, table_width, cache_pages, S, T)
+            prepare_draft_values(m, p, q, layer, table_width, cache_pages, turn, S, T)
         wait_for_all(p, polls, at, S, PART)
         if PART == 0:
             draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, turn, tag, S, T)

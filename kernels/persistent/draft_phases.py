@@ -15,7 +15,7 @@ from .attention_rows import load, operand
 from .fragments import NUM_WARPS
 from .merge_device import merge_columns, merge_tagged, nothing, row_lanes, spans_of_row
 from .plan import CHUNK, plan_step
-from .step_phases import attention_buffers, keys_of, leave_squares, program_list
+from .step_phases import attention_buffers, keys_of, leave_squares, program_list, values_given, values_used, wait_for_values_used
 
 _WARPS = gl.constexpr(NUM_WARPS)
 _CHUNK = gl.constexpr(CHUNK)
@@ -79,8 +79,9 @@ def prepare_draft_attention(m, p, q, layer, table_width, cache_pages, S: gl.cons
 
 
 @gluon.jit
-def prepare_draft_values(m, p, q, layer, table_width, cache_pages, S: gl.constexpr, T: gl.constexpr):
+def prepare_draft_values(m, p, q, layer, table_width, cache_pages, turn, S: gl.constexpr, T: gl.constexpr):
     """As `prepare_values`."""
+    wait_for_values_used(m, turn)
     v = m[4].index(0)._reinterpret(gl.bfloat16, [value_width(T.HALF) // 64 * S.KEYS // 8, 8, 64], operand(64))
     fetch_values(v, _cache_of(q, layer, cache_pages, T), p.pages, q.plan_rows, q.plan_num_rows, table_width, program(_WARPS), T.G, T.HALF, S.KEYS, _WARPS)
 
@@ -97,7 +98,8 @@ def draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, turn, 
     attend(item, attention_buffers(m, T.HALF, T.QUERY_UNIT, S), q.qkv, _norms_of(q, layer, T), q.cos, q.sin, _cache_of(q, layer, cache_pages, T), p.pages,
            q.plan_rows, span_mixed, span_stats, q.arrivals, q.mixed, table_width, program(_WARPS), p.stamps, S.PROGRAMS, S.C, T.H, T.G, T.HALF, T.SCALE,
            T.QK_EPS, True, T.WINDOW, S.LAST_MERGES, S.KEYS, S.QUERIES, T.qkv.SPLITS, False, _WARPS, T.CAUSAL,
-           S.VALUES_AHEAD and T.PHASE == "rounds", m[6], turn, S.TAGGED, tag)
+           S.VALUES_AHEAD and T.PHASE == "rounds", values_given(m, S.VALUES_AHEAD and T.PHASE == "rounds"), turn, S.TAGGED, tag)
+    values_used(m, S.VALUES_AHEAD and T.PHASE == "rounds")
 
 
 @gluon.jit

@@ -167,7 +167,7 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
                 if PART == 0:
                     item = prepare_attention(m, p, layer, table_width, cache_pages, S)
                 elif S.VALUES_AHEAD:
-                    prepare_values(m, p, layer, table_width, cache_pages, S)
+                    prepare_values(m, p, layer, table_width, cache_pages, step * num_layers + layer, S)
                 wait_for_all(p, polls, at + 1, S, PART)
                 if PART == 0:
                     attention_phase(m, p, item, layer, table_width, cache_pages, step * num_layers + layer, tag, S)

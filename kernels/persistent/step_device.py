@@ -162,10 +162,11 @@ def make_consumer(qkv_desc, up_scales_desc, down_scales_desc, S: gl.constexpr):
 
 @gluon.jit
 def second_area(S: gl.constexpr):
-    """Of rolled products; and whether attention's first values are there."""
+    """Of rolled products; and whether attention's first values are there, and have been used."""
     area = gl.allocate_shared_memory(gl.bfloat16, [S.PRODUCT_UNITS, 8, 64], operand(64))
-    given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(given, count=1)
+    given = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(given.index(i), count=1)
     return area, given
 
 

@@ -5,7 +5,7 @@
 
 m: (ring, full, empty, area, pair, met, squares, keys, go, done, word, scales of gate and up, scales of down, ends of tiles,
 the other's go, listed, the other's done); p: step_code.Pointers. With S.VALUES_AHEAD no products need pair and squares: in their places are the area of the
-second consumer, where values of attention lie, and the signal that the first ones of a layer do.
+second consumer, where values of attention lie, and two signals: that the first ones of a layer do, and that the layer's have been used.
 Columns beyond eight are taken a tile at a time, each with the weights streamed again: a column's operations stay what they are in a step of eight.
 """
 
@@ -104,15 +104,36 @@ def ahead(code):
 
 
 @gluon.jit
-def prepare_values(m, p, layer, table_width, cache_pages, S: gl.constexpr):
+def wait_for_values_used(m, turn):
+    """Those of the layer before: long so, but where the barrier over the grid was given up. Else a consumer could be two signals ahead of the other."""
+    mbarrier.wait(m[6].index(1), (turn & 1) ^ 1)
+
+
+@gluon.jit
+def values_used(m, AHEAD: gl.constexpr):
+    if AHEAD:
+        mbarrier.arrive(m[6].index(1), count=1)
+
+
+@gluon.jit
+def prepare_values(m, p, layer, table_width, cache_pages, turn, S: gl.constexpr):
     """By the second consumer, when its products are done, with S.VALUES_AHEAD; behind the barrier `give_values`."""
+    wait_for_values_used(m, turn)
     v = m[4].index(0)._reinterpret(gl.bfloat16, [value_width(S.HALF) // 64 * S.KEYS // 8, 8, 64], operand(64))
     fetch_values(v, _cache_of(p, layer, cache_pages, S), p.pages, p.plan_rows, p.plan_num_rows, table_width, _attending(S), S.G, S.HALF, S.KEYS, _WARPS)
 
 
 @gluon.jit
+def values_given(m, AHEAD: gl.constexpr):
+    if AHEAD:
+        return m[6].index(0)
+    else:
+        return m[6]
+
+
+@gluon.jit
 def values_arrive(m):
-    give_values(m[6])
+    give_values(m[6].index(0))
 
 
 @gluon.jit
@@ -125,8 +146,9 @@ def attention_phase(m, p, item, layer, table_width, cache_pages, turn, tag, S: g
         span_stats = p.stats_words
     attend(item, attention_buffers(m, S.HALF, S.QUERY_UNIT, S), p.qkv, _norms_of(p, layer, S), p.cos, p.sin, _cache_of(p, layer, cache_pages, S), p.pages,
            p.plan_rows, span_mixed, span_stats, p.arrivals, p.mixed, table_width, _attending(S), p.stamps, S.ATTENDING, S.C, S.H, S.G, S.HALF, S.SCALE,
-           S.QK_EPS, S.QK_NORM, S.WINDOW, S.LAST_MERGES, S.KEYS, S.QUERIES, S.qkv.SPLITS, False, _WARPS, True, ahead(S), m[6], turn,
+           S.QK_EPS, S.QK_NORM, S.WINDOW, S.LAST_MERGES, S.KEYS, S.QUERIES, S.qkv.SPLITS, False, _WARPS, True, ahead(S), values_given(m, ahead(S)), turn,
            S.TAGGED, tag)
+    values_used(m, ahead(S))
 
 
 @gluon.jit
