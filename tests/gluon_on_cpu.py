@@ -226,8 +226,7 @@ def on_cpu(name: str) -> ModuleType:
             if what in _FAKES:
                 return _FAKES[what]
             if (level, what) == (2, "moe.stream"):
-                return SimpleNamespace(cta_barrier=lambda: None, here=lambda x: x, hidden=lambda x: x, row_major=lambda _rank: None, store_tagged=None,
-                                       stamp_time=None)
+                return SimpleNamespace(cta_barrier=lambda: None, here=lambda x: x, hidden=lambda x: x, row_major=lambda _rank: None, store_tagged=None)
             if level == 1:
                 return on_cpu(what)
             return builtins.__import__(what, env, local, names, level)

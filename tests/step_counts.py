@@ -119,10 +119,9 @@ def count_stages(shape: StepShape, *, num_columns: int, programs: int, num_layer
     cheap: dict[str, dict[str, Any]] = {
         "moe.stream": {"release": release},
         "persistent.dense_device": {"multiply_item": multiply_item, "normalize": normalize, "load_norm": nothing, "load_fragments": nothing,
-                                    "read_fragments": nothing, "rows_of": lambda *_: (Word(0), False), "sum_over_warps": nothing,
-                                    "store_tagged": nothing},
+                                    "read_fragments": nothing, "rows_of": lambda *_: (Word(0), False), "sum_over_warps": nothing},
         "persistent.rolled_dense": {"load_weights": lambda *_: (), "_factor": nothing, "_load_residual": nothing, "_fill": nothing, "_copy_piece": nothing,
-                                    "_multiply_stage": nothing, "sum_over_warps": lambda *_: 0.0, "_store_channels": nothing, "store_tagged": nothing},
+                                    "_multiply_stage": nothing, "sum_over_warps": lambda *_: 0.0, "_store_channels": nothing},
         "moe.device": products, "moe.rolled": products,
         "persistent.step_dense": {"live_of": lambda *_: 255},
         "persistent.step_phases": {"choose_experts": route, "clear_list": nothing, "write_list": nothing, "write_weights": nothing,

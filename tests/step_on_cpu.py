@@ -232,8 +232,6 @@ def _assembly(modules: dict[str, ModuleType]) -> Callable[..., Any]:
             return tagged_on_cpu.load_spans(ptx, operands, waits.poll)
         if "st.relaxed.gpu.global.b64" in ptx:
             return tagged_on_cpu.store(*operands)
-        if ptx.startswith("fence."):
-            return operands[0]
         if ptx.startswith("mul.bf16x2"):
             return _prescale(*operands)
         if ptx.startswith("ld.relaxed.sys"):

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ..moe.stream import CODE_BOX, advance, columns_of, here, lanes, program, release, row_major, store_tagged
+from ..moe.stream import CODE_BOX, advance, columns_of, here, lanes, program, release, row_major
 from .fragments import UNIT_BYTES
 
 _UNIT_BYTES = gl.constexpr(UNIT_BYTES)
@@ -253,7 +253,7 @@ def consume_dense(ring, full, empty, slot, phase, exchange, pair, met, turn, x_a
                   NORM: gl.constexpr, EPS: gl.constexpr, ADD: gl.constexpr, ROWS: gl.constexpr, DEPTH: gl.constexpr, DEPTH_WARPS: gl.constexpr,
                   NUM_BLOCKS: gl.constexpr, PAIRS: gl.constexpr, SPLITS: gl.constexpr, STAGE_BLOCKS: gl.constexpr, SLOT_UNITS: gl.constexpr,
                   STAGES: gl.constexpr, PART: gl.constexpr, PARTITIONS: gl.constexpr, PROGRAMS: gl.constexpr, NUM_WARPS: gl.constexpr, copy_ptr=None,
-                  SPLIT_COLUMNS: gl.constexpr = 8, tag=None):
+                  SPLIT_COLUMNS: gl.constexpr = 8):
     """The consumer's part of a dense phase. Returns the ring's position and the turn.
 
     live: bit g is set if column g has a token; the others are read as zeros and not written. x_ptr: with NORM the residual [8, DEPTH], fp32 or bf16, and
@@ -261,7 +261,6 @@ def consume_dense(ring, full, empty, slot, phase, exchange, pair, met, turn, x_a
     added before the rounding. exchange: fp32 [NUM_WARPS * 128] of this consumer; pair: fp32 [2, row warps * 128], met, x_area and squares of both.
     Between two phases of a kernel both consumers must meet (a barrier over the grid does it), as either may still read what they share.
     copy_ptr: of `normalize`, which SMs without an item leave out. SPLIT_COLUMNS: columns of out_ptr, from one split to the next.
-    tag: of out_ptr, which is of tagged words then.
     """
     GROUPS: gl.constexpr = (ROWS + 16 * (NUM_WARPS // DEPTH_WARPS) - 1) // (16 * (NUM_WARPS // DEPTH_WARPS))
     POSITIONS: gl.constexpr = (SPLITS * PAIRS * NUM_BLOCKS * DEPTH_WARPS + 7) // 8 * 8
@@ -301,9 +300,7 @@ def consume_dense(ring, full, empty, slot, phase, exchange, pair, met, turn, x_a
                     values += pairs.index(item & 1).load(SUMS)
             if OWNER and ADD:
                 values = before.to(gl.float32) + values
-            if OWNER and tag is not None:
-                store_tagged(out_ptr + 2 * (split * (SPLIT_COLUMNS * ROWS) + offset), values, tag, mask)
-            elif OWNER:
+            if OWNER:
                 gl.store(out_ptr + split * (SPLIT_COLUMNS * ROWS) + offset, values.to(out_ptr.dtype.element_ty), mask=mask)
     return slot, phase, turn
 

@@ -112,14 +112,15 @@ def _all_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cach
             at += 1
             if kind == FC:
                 live = live_of(words_of(p, kind, S), 0, S)
-            slot, phase = round_product(m, p, q, slot, phase, live, kind, matrix, more, begun, tag, S, PART)
+            slot, phase = round_product(m, p, q, slot, phase, live, kind, matrix, more, begun, S, PART)
             if (kind == QKV) | (kind == DRAFT_QKV):
                 _attention(m, p, q, kind, layer, at, attended, tag, table_width, cache_pages, polls, S, T, PART)
                 at += 1
                 attended += 1
             if kind == ROUTER:
+                wait_for_all(p, polls, at, S, PART)
                 wait_for_list(m, done, asked, S, PART)
-                slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, number * num_layers + layer, live, tag, polls, at, S, PART)
+                slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, number * num_layers + layer, S, PART)
                 asked += 1
                 wait_for_all(p, polls, at + 1, S, PART)
                 slot, phase = down_phase(m, p, slot, phase, columns, tag, S, PART)
@@ -155,7 +156,7 @@ def _launch(m, p, q, layer, kind: gl.constexpr, S: gl.constexpr, T: gl.constexpr
     which = hidden(gl.to_tensor(kind))
     matrix, more = round_matrix_of(p, q, which, layer, S, T)
     live = live_of(words_of(p, which, S), 0, S)
-    round_product(m, p, q, gl.to_tensor(0), gl.to_tensor(0), live, which, matrix, more, begin_matrix(matrix, S, PART), 0, S, PART)
+    round_product(m, p, q, gl.to_tensor(0), gl.to_tensor(0), live, which, matrix, more, begin_matrix(matrix, S, PART), S, PART)
 
 
 @gluon.jit

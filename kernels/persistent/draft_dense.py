@@ -122,9 +122,8 @@ def round_matrix_of(p, q, kind, layer, S: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def round_product(m, p, q, slot, phase, live, kind, matrix, more, begun, tag, S: gl.constexpr, PART: gl.constexpr):
-    """A dense product of all columns, behind the barrier. begun: of `begin_matrix`. live: of the columns, where there is one tile. tag: of the
-    router's logits."""
+def round_product(m, p, q, slot, phase, live, kind, matrix, more, begun, S: gl.constexpr, PART: gl.constexpr):
+    """A dense product of all columns, behind the barrier. begun: of `begin_matrix`. live: of the columns, where there is one tile."""
     norm, out, rows, groups, _, num_blocks, num_squares = matrix
     residual, copy, copy_blocks, eps, copied, adds, activates, copies = more
     share, weights = begun
@@ -136,7 +135,7 @@ def round_product(m, p, q, slot, phase, live, kind, matrix, more, begun, tag, S:
         if S.COLUMN_TILES > 1:
             its = live_of(words_of(p, kind, S), tile, S)
         slot, phase = consume_rolled(m[0], m[1], m[2], slot, phase, exchange, x_area, copied, adds, activates, residual + tile * (8 * S.D),
-                                     copy + tile * 8 * depth, weights, norm, p.normed + tile * (8 * S.D), copies, out + tile * 8 * rows * (1 + copies),
-                                     q.inter + tile * 4 * rows, p.squares + tile * (8 * S.SQUARES), num_squares, tag, its, rows, groups, share, num_blocks,
-                                     depth, eps, S.C, S.D, S.STAGE_BLOCKS, S.X_STAGES, S.SQUARES, S.SLOT_UNITS, S.STAGES, True, _WARPS)
+                                     copy + tile * 8 * depth, weights, norm, p.normed + tile * (8 * S.D), copies, out + tile * 8 * rows,
+                                     q.inter + tile * 4 * rows, p.squares + tile * (8 * S.SQUARES), num_squares, its, rows, groups, share, num_blocks, depth,
+                                     eps, S.C, S.D, S.STAGE_BLOCKS, S.X_STAGES, S.SQUARES, S.SLOT_UNITS, S.STAGES, True, _WARPS)
     return slot, phase

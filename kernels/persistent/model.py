@@ -331,10 +331,10 @@ class StepState:
     qkv_SCW: Tensor             # fp32: S sums, see StepShape.qkv_splits
     mixed_CW: Tensor            # bf16 [C, H K]
     normed_CD: Tensor           # bf16: what the experts read
-    router_words_SCE2: Tensor   # fp32: S sums, see StepShape.router_splits, as tagged words (tagged.py)
+    router_logits_SCE: Tensor   # fp32: S sums, see StepShape.router_splits
     routing: Routing
     inter_MCF: Tensor           # bf16 [tiles, 8, F]
-    partial_words_RD2: Tensor   # fp32 [C * experts per token, D, 2]: tagged words
+    partial_words_RD2: Tensor   # fp32 [C * experts per token, D, 2]: tagged words (tagged.py)
     attention: AttentionWorkspace
     features_CXD: Tensor        # bf16: outputs of the tapped layers
     logits_CV: Tensor           # fp32
@@ -342,12 +342,11 @@ class StepState:
     distinct_L: Tensor          # int32: experts that the step read
     barrier: Tensor             # int32 [1]
     fault: Tensor               # int32 [1]
-    tags: TagCounter            # of these words
+    tags: TagCounter            # of words
 
     qkv_CW = property(lambda self: self.qkv_SCW.sum(0))                             # their sums added
     router_logits_CE = property(lambda self: self.router_logits_SCE.sum(0))         # likewise
-    router_logits_SCE = property(lambda self: self.router_words_SCE2[..., 0])       # the values of words
-    partials_RD = property(lambda self: self.partial_words_RD2[..., 0])
+    partials_RD = property(lambda self: self.partial_words_RD2[..., 0])             # the values of words
 
     @property
     def num_columns(self) -> int:
@@ -384,14 +383,15 @@ class StepState:
         def zeros(*size: int) -> Tensor:
             return torch.zeros(*size, dtype=torch.int32, device=device)
 
-        tags = TagCounter.of((shape.router_splits, num_columns, shape.num_experts), (pairs, shape.hidden_size), dtype=wide, device=device)
+        tags = TagCounter.of((pairs, shape.hidden_size), dtype=wide, device=device)
         attention = AttentionWorkspace.of(heads, num_columns=num_columns, max_length=shape.max_length, device=device)
         tags.words += [attention.mixed_words, attention.stats_words]
         return StepState(
             shape=shape, cache=cache, pages_SP=pages_SP, cos_NK=cos_NK, sin_NK=sin_NK, residual_CD=empty(num_columns, shape.hidden_size),
             qkv_SCW=empty(shape.qkv_splits, num_columns, heads.qkv_width), mixed_CW=empty(num_columns, heads.num_heads * heads.head_dim, dtype=BF16),
-            normed_CD=empty(num_columns, shape.hidden_size, dtype=BF16), router_words_SCE2=tags.words[0], routing=routing,
-            inter_MCF=empty(len(routing.experts_M), TILE_COLUMNS, shape.expert_hidden, dtype=BF16), partial_words_RD2=tags.words[1],
+            normed_CD=empty(num_columns, shape.hidden_size, dtype=BF16),
+            router_logits_SCE=empty(shape.router_splits, num_columns, shape.num_experts), routing=routing,
+            inter_MCF=empty(len(routing.experts_M), TILE_COLUMNS, shape.expert_hidden, dtype=BF16), partial_words_RD2=tags.words[0],
             attention=attention, features_CXD=empty(num_columns, len(shape.taps), shape.hidden_size, dtype=BF16),
             logits_CV=empty(num_columns, shape.vocab_size),
             next_C=zeros(num_columns), distinct_L=zeros(shape.num_layers), barrier=zeros(1), fault=zeros(1), tags=tags)

@@ -22,10 +22,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 from ..moe.device import sigmoid
-from ..moe.stream import advance, cta_barrier, here, hidden, lanes, program, release, row_major, store_tagged
+from ..moe.stream import advance, cta_barrier, here, hidden, lanes, program, release, row_major
 from .dense_device import _BLOCK_CONSTRAINTS, _BLOCK_PTX, sum_over_warps, tiles_of
 from .fragments import UNIT_BYTES
-from .tagged import fence
 
 _UNIT_BYTES = gl.constexpr(UNIT_BYTES)
 _AT_ONCE = gl.constexpr(2)      # chunks of the residual that are on their way at once
@@ -201,7 +200,7 @@ def _store_channels(exchange, channels_ptr, group, live, channels, NUM_WARPS: gl
 
 @gluon.jit
 def consume_rolled(ring, full, empty, slot, phase, exchange, x_area, copied, adds, activates, residual_ptr, mixed_ptr, weights, norm_ptr, copy_ptr, copies,
-                   out_ptr, channels_ptr, squares_ptr, num_squares, tag, live, rows, groups, share, num_blocks, copied_depth, eps, C: gl.constexpr,
+                   out_ptr, channels_ptr, squares_ptr, num_squares, live, rows, groups, share, num_blocks, copied_depth, eps, C: gl.constexpr,
                    DEPTH: gl.constexpr, STAGE_BLOCKS: gl.constexpr, X_STAGES: gl.constexpr, SQUARES: gl.constexpr, SLOT_UNITS: gl.constexpr,
                    STAGES: gl.constexpr, ACTIVATES: gl.constexpr, NUM_WARPS: gl.constexpr):
     """The consumer's part of a product of eight columns. Returns the ring's position.
@@ -209,8 +208,7 @@ def consume_rolled(ring, full, empty, slot, phase, exchange, x_area, copied, add
     copied: 1 for W . mixed, bf16 [8, copied_depth] as it is, of one split, whose rows' squares are left as parts; 0 for W . normed, of any number.
     adds: 1 where the product is added to the residual, of the rows' width. It goes to fp32 [splits, C, rows] at out_ptr; with `activates`, for which the
     code must have been built (ACTIVATES), silu(gate) * up of its rows to bf16 [8, rows / 2] at channels_ptr instead.
-    weights: `load_weights` of the first split of this consumer. copies: whether what was normed goes to copy_ptr, by whoever has the first item of a split, and
-    the product to tagged words, of `tag`; whoever finds all of them can read the copy too, behind a `fence`.
+    weights: `load_weights` of the first split of this consumer. copies: whether what was normed goes to copy_ptr, by whoever has the first item of a split.
     rows, groups (row tiles), num_blocks (of a warp and split): of the matrix. share: of `share_of`. eps: of the norm.
     """
     LANES: gl.constexpr = lanes(NUM_WARPS)
@@ -233,9 +231,6 @@ def consume_rolled(ring, full, empty, slot, phase, exchange, x_area, copied, add
         place = gl.to_tensor(0)
         ahead = gl.to_tensor(0)
         left = (end - begin) * pieces
-        mine = copies
-        if begin != split * groups:
-            mine = copies * 0
         if copied != 0:
             cta_barrier()       # all warps are done with what was there
             for i in range(hidden(gl.to_tensor(2))):
@@ -251,6 +246,9 @@ def consume_rolled(ring, full, empty, slot, phase, exchange, x_area, copied, add
             # Likewise; and nothing of the squares may come before it, else the assembler adds them before it has asked for all of the residual.
             cta_barrier()
             factor = _factor(squares_ptr, num_squares, live, eps, DEPTH, SQUARES, NUM_WARPS)
+            mine = copies
+            if begin != split * groups:
+                mine = copies * 0
             _fill(x_area, residual_ptr, values, weights, norm_ptr, factor, copy_ptr, mine, live, split, num_blocks, DEPTH, CHUNKS, NUM_WARPS)
         for item in range(begin, end):
             row = (item - split * groups) * 16 + (element & 15)
@@ -277,16 +275,12 @@ def consume_rolled(ring, full, empty, slot, phase, exchange, x_area, copied, add
                         ahead = 0
                     place ^= 1
             after = before + sum_over_warps(sums, exchange, NUM_WARPS, NUM_WARPS)
-            if mine != 0:
-                fence(NUM_WARPS)        # the copy, before the words: barriers of the CTA are in between
-            at = split * (C * rows) + offset
-            store_tagged(out_ptr + 2 * at, after, tag, mask & (copies != 0))
             if ACTIVATES:
-                gl.store(out_ptr + at, after, mask=mask & (activates == 0) & (copies == 0))
+                gl.store(out_ptr + split * (C * rows) + offset, after, mask=mask & (activates == 0))
                 if activates != 0:
                     _store_channels(exchange, channels_ptr, item, live, rows >> 1, NUM_WARPS)
             else:
-                gl.store(out_ptr + at, after, mask=mask & (copies == 0))
+                gl.store(out_ptr + split * (C * rows) + offset, after, mask=mask)
             if copied != 0:
                 kept = gl.where(mask, after, 0.0)
                 parts = gl.sum(gl.convert_layout(gl.reshape(kept * kept, (8, 16)), SUMS_OF_TWO), 1)

@@ -30,10 +30,9 @@ from triton.experimental.gluon import language as gl
 
 from ..moe.product import require
 from ..moe.routing import MAX_EXPERTS_PER_TOKEN, TILE_COLUMNS, Routing, max_tiles, route_ref
-from ..moe.stream import cta_barrier, hidden, row_major, stamp_time
+from ..moe.stream import cta_barrier, hidden, row_major
 from .merge_device import row_lanes
 from .plan import words_cache
-from .tagged import load_tagged
 
 MAX_TABLE = 8192        # columns times experts, rounded up to powers of two: 32 cells a thread
 NUM_WARPS = 8
@@ -111,52 +110,20 @@ def cells(experts, num_warps):
     return gl.BlockedLayout([1, experts // 128, 4], [1, 32, 1], [num_warps, 1, 1], [2, 1, 0])
 
 
-@gluon.constexpr_function
-def words_together(experts, num_experts, splits):
-    """Of a lane's consecutive words, how many are polled at once: of all splits sixteen, if a lane has all or none of them."""
-    together = min(experts // 32, max(1, 16 // splits))
-    while num_experts % together or (together % 2 and together > 1):
-        together //= 2
-    return together
-
-
-@gluon.jit
-def _await_logits(logits_ptr, slots_ptr, column, expert, COLUMNS: gl.constexpr, C: gl.constexpr, E: gl.constexpr, EXPERTS: gl.constexpr,
-                  NUM_WARPS: gl.constexpr, SPLITS: gl.constexpr, CHANGE: gl.constexpr, words, STAMPED: gl.constexpr):
-    TOGETHER: gl.constexpr = words_together(EXPERTS, E, SPLITS)
-    tag, fault_ptr, polls, live, stamps_ptr = words
-    if C == COLUMNS:
-        lives = (live >> column) & 1 != 0       # known before: a load of the slots would be a trip ahead of the first poll
-    else:
-        lives = gl.load(slots_ptr + column, cache_modifier=words_cache(CHANGE)) >= 0
-    first = expert // TOGETHER * TOGETHER
-    parts = load_tagged(logits_ptr + 2 * (column[:, None] * E + first), lives[:, None] & (first < E), tag, fault_ptr, polls, TOGETHER, SPLITS, C * E)
-    if STAMPED:
-        stamp_time(stamps_ptr, NUM_WARPS)
-    logits = parts[0]
-    for split in gl.static_range(1, SPLITS):
-        logits += parts[split]
-    inside = lives[:, None] & (expert < E)
-    return column, expert, inside, gl.where(inside, logits, -float("inf"))
-
-
 @gluon.jit
 def _load_logits(logits_ptr, slots_ptr, first, COLUMNS: gl.constexpr, C: gl.constexpr, E: gl.constexpr, EXPERTS: gl.constexpr, NUM_WARPS: gl.constexpr,
-                 SPLITS: gl.constexpr, CHANGE: gl.constexpr, words=None, STAMPED: gl.constexpr = False):
-    """Columns, experts, which of their cells there are, and the logits; the two loads do not wait for each other. words: as in `choose_experts`."""
+                 SPLITS: gl.constexpr, CHANGE: gl.constexpr):
+    """Columns, experts, which of their cells there are, and the logits; the two loads do not wait for each other."""
     TABLE: gl.constexpr = row_lanes(EXPERTS, NUM_WARPS)
     column = first + gl.arange(0, COLUMNS, gl.SliceLayout(1, TABLE))
     expert = gl.arange(0, EXPERTS, gl.SliceLayout(0, TABLE))[None, :]
-    if words is not None:
-        return _await_logits(logits_ptr, slots_ptr, column, expert, COLUMNS, C, E, EXPERTS, NUM_WARPS, SPLITS, CHANGE, words, STAMPED)
-    else:
-        slots = gl.load(slots_ptr + column, cache_modifier=words_cache(CHANGE))
-        logits = gl.load(logits_ptr + column[:, None] * E + expert, mask=(column[:, None] >= 0) & (expert < E), other=-float("inf"), cache_modifier=".cg")
-        for split in gl.static_range(1, SPLITS):
-            logits += gl.load(logits_ptr + split * (C * E) + column[:, None] * E + expert, mask=(column[:, None] >= 0) & (expert < E), other=0.0,
-                              cache_modifier=".cg")
-        inside = (slots >= 0)[:, None] & (expert < E)
-        return column, expert, inside, gl.where(inside, logits, -float("inf"))
+    slots = gl.load(slots_ptr + column, cache_modifier=words_cache(CHANGE))
+    logits = gl.load(logits_ptr + column[:, None] * E + expert, mask=(column[:, None] >= 0) & (expert < E), other=-float("inf"), cache_modifier=".cg")
+    for split in gl.static_range(1, SPLITS):
+        logits += gl.load(logits_ptr + split * (C * E) + column[:, None] * E + expert, mask=(column[:, None] >= 0) & (expert < E), other=0.0,
+                          cache_modifier=".cg")
+    inside = (slots >= 0)[:, None] & (expert < E)
+    return column, expert, inside, gl.where(inside, logits, -float("inf"))
 
 
 @gluon.jit
@@ -233,25 +200,23 @@ def _tiles_of(table, C: gl.constexpr, EXPERTS: gl.constexpr, NUM_WARPS: gl.const
 
 @gluon.jit
 def choose_experts(logits_ptr, slots_ptr, table, ends, C: gl.constexpr, E: gl.constexpr, K: gl.constexpr, EXPERTS: gl.constexpr, NUM_WARPS: gl.constexpr,
-                   SPLITS: gl.constexpr = 1, CHANGE: gl.constexpr = False, words=None, STAMPED: gl.constexpr = False):
+                   SPLITS: gl.constexpr = 1, CHANGE: gl.constexpr = False):
     """The first half.
 
     table: shared memory, C * EXPERTS bytes; ends: int32 [1, EXPERTS] there, where the tiles of each expert end, for `moe.stream.expert_of`. CHANGE: whether
-    slots do inside a launch. words: where logits are tagged words that are waited for, their tag, the fault word, the most polls, of eight columns a bit
-    for each that lives, and where the time is noted when they are there, if STAMPED.
+    slots do inside a launch.
 
     Returns the number of tiles, that of distinct experts, and what `write_list` goes on with. Behind a barrier of the CTA all can read `ends`.
     """
     COLUMNS: gl.constexpr = C if C < _COLUMNS else _COLUMNS
     if C == COLUMNS:
-        _column, _expert, inside, logits = _load_logits(logits_ptr, slots_ptr, 0, COLUMNS, C, E, EXPERTS, NUM_WARPS, SPLITS, CHANGE, words, STAMPED)
+        _column, _expert, inside, logits = _load_logits(logits_ptr, slots_ptr, 0, COLUMNS, C, E, EXPERTS, NUM_WARPS, SPLITS, CHANGE)
         chosen, rank = _choose(logits, inside, K)
         _tell_columns(table, 0, chosen, C, COLUMNS, EXPERTS, NUM_WARPS)
         kept = (logits, chosen, rank)
     else:
         for turn in range(C // COLUMNS):
-            _column, _expert, inside, logits = _load_logits(logits_ptr, slots_ptr, turn * COLUMNS, COLUMNS, C, E, EXPERTS, NUM_WARPS, SPLITS, CHANGE, words,
-                                                               STAMPED)
+            _column, _expert, inside, logits = _load_logits(logits_ptr, slots_ptr, turn * COLUMNS, COLUMNS, C, E, EXPERTS, NUM_WARPS, SPLITS, CHANGE)
             chosen, rank = _choose(logits, inside, K)
             _tell_columns(table, turn, chosen, C, COLUMNS, EXPERTS, NUM_WARPS)
         kept = ()
@@ -316,7 +281,8 @@ def clear_list(pairs_ptr, weights_ptr, TILES: gl.constexpr, PADDED_TILES: gl.con
 @gluon.jit
 def write_list(logits_ptr, slots_ptr, table, chosen_before, num_tiles, num_tiles_ptr, experts_ptr, pairs_ptr, weights_ptr, num_experts_ptr, C: gl.constexpr,
                E: gl.constexpr, K: gl.constexpr, EXPERTS: gl.constexpr, TILES: gl.constexpr, PADDED_TILES: gl.constexpr, NORMALIZE: gl.constexpr,
-               ALL: gl.constexpr, NUM_WARPS: gl.constexpr, SPLITS: gl.constexpr = 1, CHANGE: gl.constexpr = False, words=None):
+               ALL: gl.constexpr, NUM_WARPS: gl.constexpr,
+               SPLITS: gl.constexpr = 1, CHANGE: gl.constexpr = False):
     """The second half, behind `clear_list` and a barrier: pairs, and with ALL the numbers and the experts, which a step has in shared memory. Returns what
     `write_weights` goes on with."""
     TABLE: gl.constexpr = row_lanes(EXPERTS, NUM_WARPS)
@@ -336,7 +302,7 @@ def write_list(logits_ptr, slots_ptr, table, chosen_before, num_tiles, num_tiles
         return logits, chosen, place
     else:
         for turn in range(C // COLUMNS):
-            column, expert, inside, logits = _load_logits(logits_ptr, slots_ptr, turn * COLUMNS, COLUMNS, C, E, EXPERTS, NUM_WARPS, SPLITS, CHANGE, words)
+            column, expert, inside, logits = _load_logits(logits_ptr, slots_ptr, turn * COLUMNS, COLUMNS, C, E, EXPERTS, NUM_WARPS, SPLITS, CHANGE)
             own = table._reinterpret(gl.int32, [C // COLUMNS, COLUMNS, EXPERTS // 4], row_major(2)).index(turn).load(
                 gl.SliceLayout(2, cells(EXPERTS, NUM_WARPS)))
             chosen = _bytes_of(own, TABLE, EXPERTS, NUM_WARPS)

@@ -264,7 +264,7 @@ class Pointers(NamedTuple):
     mixed_pairs: Any        # i32: the same
     normed: Any             # bf16
     normed_pairs: Any       # i32: the same
-    router_logits: Any      # fp32 [..., 2]: tagged words
+    router_logits: Any      # fp32
     list_tiles: Any         # i32 [2 programs]: of a routing list for every consumer, for launches: a resident step has it in registers
     list_experts: Any       # i32: likewise
     list_pairs: Any         # i32

@@ -108,10 +108,10 @@ def _all_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, nu
             norm = load_norm(p.residual, p.experts_norm + layer * S.D, S.router.DEPTH, S.router.DEPTH_WARPS, S.router.NUM_BLOCKS,
                              S.router.SPLITS * S.router.PAIRS, PART, 2, _WARPS)
             wait_for_all(p, polls, at + 3, S, PART)
-            slot, phase, turn = router_phase(m, p, slot, phase, turn, live, norm, tag, S, PART)
+            slot, phase, turn = router_phase(m, p, slot, phase, turn, live, norm, S, PART)
             wait_for_all(p, polls, at + 4, S, PART)
             wait_for_list(m, done, asked, S, PART)
-            slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, step * num_layers + layer, live, tag, polls, at, S, PART)
+            slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, step * num_layers + layer, S, PART)
             asked += 1
             wait_for_all(p, polls, at + 5, S, PART)
             slot, phase = down_phase(m, p, slot, phase, columns, tag, S, PART)
@@ -135,10 +135,9 @@ def _all_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, nu
 def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, polls, num_taps, sequence, S: gl.constexpr, PART: gl.constexpr):
     """The same with one piece of code for all dense products: a round of the inner loop is a matrix, with what lies between it and the next.
 
-    The router's logits and down's partials say themselves when they are there (tagged.py): five barriers a layer. What is written on one side of either and
-    read or written again on the other is ordered by those: activations, lists and channels before down by the one between gate and up and down, which all
-    programs reach behind the choice; residual, squares and features, which the sum writes, and partials and logits, which the next layer writes again, by it
-    or by the one behind the sum. Only what was normed lies between router and gate and up: see `fence`.
+    Down's partials say themselves when they are there (tagged.py): six barriers a layer. What else is written on one side of them and read or written again on
+    the other is ordered by those barriers: lists and channels by the one between gate and up and down; residual, squares and features, which the sum writes,
+    and partials, which the next layer writes again, by it or by the one behind the sum.
     """
     met, go, done, word = m[5], m[8], m[9], m[10]
     slot = gl.to_tensor(0)
@@ -162,7 +161,7 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
             matrix = matrix_of(p, kind, layer, S)
             begun = begin_matrix(matrix, S, PART)
             wait_for_all(p, polls, at, S, PART)
-            slot, phase = rolled_phase(m, p, slot, phase, live, kind, matrix, begun, tag, S, PART)
+            slot, phase = rolled_phase(m, p, slot, phase, live, kind, matrix, begun, S, PART)
             if kind == QKV:
                 if PART == 0:
                     item = prepare_attention(m, p, layer, table_width, cache_pages, S)
@@ -180,8 +179,9 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
                     step_barrier(p.barrier, p.fault, polls, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
                     merge_phase(p, spans, S, PART)
             if kind == ROUTER:
+                wait_for_all(p, polls, at + 1, S, PART)
                 wait_for_list(m, done, asked, S, PART)
-                slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, step * num_layers + layer, live, tag, polls, at + 1, S, PART)
+                slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, step * num_layers + layer, S, PART)
                 asked += 1
                 wait_for_all(p, polls, at + 2, S, PART)
                 slot, phase = down_phase(m, p, slot, phase, columns, tag, S, PART)
@@ -197,10 +197,10 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
 
 
 @gluon.jit
-def _rolled_launch(m, p, live, layer, tag, kind: gl.constexpr, S: gl.constexpr, PART: gl.constexpr):
+def _rolled_launch(m, p, live, layer, kind: gl.constexpr, S: gl.constexpr, PART: gl.constexpr):
     which = hidden(gl.to_tensor(kind))      # what is never run does not compile
     matrix = matrix_of(p, which, layer, S)
-    rolled_phase(m, p, gl.to_tensor(0), gl.to_tensor(0), live, which, matrix, begin_matrix(matrix, S, PART), tag, S, PART)
+    rolled_phase(m, p, gl.to_tensor(0), gl.to_tensor(0), live, which, matrix, begin_matrix(matrix, S, PART), S, PART)
 
 
 @gluon.jit
@@ -215,7 +215,7 @@ def consume(m, p, num_layers, num_steps, table_width, cache_pages, polls, layer,
         if S.PHASE == "embed":
             embed_phase(p, zero, S, PART)
         elif S.PHASE == "qkv" and S.ROLLED_DENSE:
-            _rolled_launch(m, p, live, layer, sequence, QKV, S, PART)
+            _rolled_launch(m, p, live, layer, QKV, S, PART)
         elif S.PHASE == "qkv":
             norm = load_norm(p.residual, p.attention_norm + layer * S.D, S.qkv.DEPTH, S.qkv.DEPTH_WARPS, S.qkv.NUM_BLOCKS, S.qkv.SPLITS * S.qkv.PAIRS, PART, 2,
                              _WARPS)
@@ -230,23 +230,23 @@ def consume(m, p, num_layers, num_steps, table_width, cache_pages, polls, layer,
         elif S.PHASE == "merge":
             merge_phase(p, spans_to_merge(p, S, PART), S, PART)
         elif S.PHASE == "out" and S.ROLLED_DENSE:
-            _rolled_launch(m, p, live, layer, sequence, OUT, S, PART)
+            _rolled_launch(m, p, live, layer, OUT, S, PART)
         elif S.PHASE == "out":
             out_phase(m, p, zero, zero, zero, live, S, PART)
         elif S.PHASE == "router" and S.ROLLED_DENSE:
-            _rolled_launch(m, p, live, layer, sequence, ROUTER, S, PART)
+            _rolled_launch(m, p, live, layer, ROUTER, S, PART)
         elif S.PHASE == "router":
             norm = load_norm(p.residual, p.experts_norm + layer * S.D, S.router.DEPTH, S.router.DEPTH_WARPS, S.router.NUM_BLOCKS,
                              S.router.SPLITS * S.router.PAIRS, PART, 2, _WARPS)
-            router_phase(m, p, zero, zero, zero, live, norm, sequence, S, PART)
+            router_phase(m, p, zero, zero, zero, live, norm, S, PART)
         elif S.PHASE == "gate_up":
-            gate_up_phase(m, p, zero, zero, layer, zero, live, sequence, polls, zero, S, PART)
+            gate_up_phase(m, p, zero, zero, layer, zero, S, PART)
         elif S.PHASE == "down":
             down_phase(m, p, zero, zero, (), sequence, S, PART)
         elif S.PHASE == "add":
             add_phase(p, layer, num_taps, live, sequence, polls, zero, S, PART)
         elif S.PHASE == "head" and S.ROLLED_DENSE:
-            _rolled_launch(m, p, live, layer, sequence, HEAD, S, PART)
+            _rolled_launch(m, p, live, layer, HEAD, S, PART)
         elif S.PHASE == "head":
             norm = load_norm(p.residual, p.norm, S.head.DEPTH, S.head.DEPTH_WARPS, S.head.NUM_BLOCKS, S.head.SPLITS * S.head.PAIRS, PART, 2, _WARPS)
             head_phase(m, p, zero, zero, zero, live, norm, S, PART)

@@ -44,19 +44,19 @@ def _activations(m, S: gl.constexpr):
 
 @gluon.jit
 def _dense_tile(m, slot, phase, turn, x_ptr, norm, out_ptr, live, W: gl.constexpr, NORM: gl.constexpr, ADD: gl.constexpr, S: gl.constexpr,
-                PART: gl.constexpr, copy_ptr, tag):
+                PART: gl.constexpr, copy_ptr):
     return consume_dense(m[0], m[1], m[2], slot, phase, exchange_of(m, S, PART), m[4], m[5], turn, _activations(m, S), m[6], x_ptr, norm, out_ptr, out_ptr,
                          live, NORM, S.EPS, ADD, W.ROWS, W.DEPTH, W.DEPTH_WARPS, W.NUM_BLOCKS, W.PAIRS, W.SPLITS, W.STAGE_BLOCKS, S.SLOT_UNITS, S.STAGES,
-                         PART, S.PARTITIONS, S.PROGRAMS, _WARPS, copy_ptr, S.C, tag)
+                         PART, S.PARTITIONS, S.PROGRAMS, _WARPS, copy_ptr, S.C)
 
 
 @gluon.jit
 def _dense(m, p, slot, phase, turn, x_ptr, norm, out_ptr, live, W: gl.constexpr, NORM: gl.constexpr, ADD: gl.constexpr, S: gl.constexpr,
-           PART: gl.constexpr, copy_ptr=None, tag=None):
+           PART: gl.constexpr, copy_ptr=None):
     """x_ptr: a row of W.DEPTH numbers a column; with NORM fp32, else pairs of bf16."""
     ROW: gl.constexpr = W.DEPTH if NORM else W.DEPTH // 2
     if S.COLUMN_TILES == 1:
-        slot, phase, turn = _dense_tile(m, slot, phase, turn, x_ptr, norm, out_ptr, live, W, NORM, ADD, S, PART, copy_ptr, tag)
+        slot, phase, turn = _dense_tile(m, slot, phase, turn, x_ptr, norm, out_ptr, live, W, NORM, ADD, S, PART, copy_ptr)
     else:
         for tile in range(S.COLUMN_TILES):
             if not NORM:
@@ -64,9 +64,8 @@ def _dense(m, p, slot, phase, turn, x_ptr, norm, out_ptr, live, W: gl.constexpr,
             its_copy = copy_ptr
             if copy_ptr is not None:
                 its_copy = copy_ptr + tile * (8 * W.DEPTH)
-            slot, phase, turn = _dense_tile(m, slot, phase, turn, x_ptr + tile * (8 * ROW), norm,
-                                            out_ptr + tile * (8 * W.ROWS if tag is None else 16 * W.ROWS),
-                                            live_of(p.words, tile, S), W, NORM, ADD, S, PART, its_copy, tag)
+            slot, phase, turn = _dense_tile(m, slot, phase, turn, x_ptr + tile * (8 * ROW), norm, out_ptr + tile * (8 * W.ROWS),
+                                            live_of(p.words, tile, S), W, NORM, ADD, S, PART, its_copy)
     return slot, phase, turn
 
 
@@ -83,9 +82,9 @@ def out_phase(m, p, slot, phase, turn, live, S: gl.constexpr, PART: gl.constexpr
 
 
 @gluon.jit
-def router_phase(m, p, slot, phase, turn, live, norm, tag, S: gl.constexpr, PART: gl.constexpr):
+def router_phase(m, p, slot, phase, turn, live, norm, S: gl.constexpr, PART: gl.constexpr):
     W: gl.constexpr = S.router
-    return _dense(m, p, slot, phase, turn, p.residual, norm, p.router_logits, live, W, True, False, S, PART, p.normed, tag)
+    return _dense(m, p, slot, phase, turn, p.residual, norm, p.router_logits, live, W, True, False, S, PART, p.normed)
 
 
 @gluon.jit
@@ -136,8 +135,8 @@ def begin_matrix(matrix, S: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def rolled_phase(m, p, slot, phase, live, kind, matrix, begun, tag, S: gl.constexpr, PART: gl.constexpr):
-    """A dense product of all columns. begun: of `begin_matrix`. tag: of the router's logits."""
+def rolled_phase(m, p, slot, phase, live, kind, matrix, begun, S: gl.constexpr, PART: gl.constexpr):
+    """A dense product of all columns. begun: of `begin_matrix`."""
     norm, out, rows, groups, _, num_blocks, num_squares = matrix
     share, weights = begun
     x_area = m[3].index(0)._reinterpret(gl.int32, [S.X_STAGES * S.STAGE_BLOCKS * 1024], row_major(1))
@@ -149,8 +148,7 @@ def rolled_phase(m, p, slot, phase, live, kind, matrix, begun, tag, S: gl.conste
         if S.COLUMN_TILES > 1:
             its = live_of(p.words, tile, S)
         slot, phase = consume_rolled(m[0], m[1], m[2], slot, phase, exchange, x_area, is_out, is_out, 0, p.residual + tile * (8 * S.D),
-                                     p.mixed + tile * (8 * S.out.DEPTH), weights, norm, p.normed + tile * (8 * S.D), copies,
-                                     out + tile * 8 * rows * (1 + copies), p.normed, p.squares + tile * (8 * S.SQUARES), num_squares, tag, its, rows, groups,
-                                     share, num_blocks, S.out.DEPTH, S.EPS, S.C, S.D, S.STAGE_BLOCKS, S.X_STAGES, S.SQUARES, S.SLOT_UNITS, S.STAGES,
-                                     False, _WARPS)
+                                     p.mixed + tile * (8 * S.out.DEPTH), weights, norm, p.normed + tile * (8 * S.D), copies, out + tile * 8 * rows, p.normed,
+                                     p.squares + tile * (8 * S.SQUARES), num_squares, its, rows, groups, share, num_blocks, S.out.DEPTH, S.EPS, S.C, S.D,
+                                     S.STAGE_BLOCKS, S.X_STAGES, S.SQUARES, S.SLOT_UNITS, S.STAGES, False, _WARPS)
     return slot, phase

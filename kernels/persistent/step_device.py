@@ -5,12 +5,13 @@
 
 Resident, a program has two consumers of eight warps and a producer for each; or an SM has two programs of one consumer, which then run the same code, half
 as much as two consumers have between them: what a layer walks through fits the instruction cache (PARTITIONS = 1; with rolled dense products, as no two
-consumers share anything). The consumers walk through the phases; seven times a layer all programs wait for each other:
+consumers share anything). The consumers walk through the phases; seven times a layer they wait for what others write, six times (|) by a barrier over the
+grid and once (:) until the words themselves are there (tagged.py), which takes two trips to L2 less:
 
-    qkv | attention | out | router | choice, gate and up | down | add
+    qkv | attention | out | router | choice, gate and up | down : add |
 
-or eight, where attention's partial results are merged by all programs and not by the item that comes last (attention.AttentionForm). The first consumer of an
-SM attends. Of rolled products the second one has nothing else to do then, so it fetches what can be fetched ahead of the barrier, and polls for the partial
+There is one barrier more where attention's partial results are merged by all programs and not by the item that comes last (attention.AttentionForm), and one
+before the sum without rolled products. The first consumer of an SM attends. Of rolled products the second one has nothing else to do then, so it fetches what can be fetched ahead of the barrier, and polls for the partial
 results, which say themselves that they are there (tagged.py), to merge them: nothing of that is on the way of those who attend.
 
 A norm needs the whole residual, a choice all logits, and out every head's mixed values, so those are boundaries. Before down and before the sum of its

@@ -66,7 +66,7 @@ class StepMemory:
             words=self.words_8C, embedding=w.embedding_VD, attention_norm=w.attention_norm_LD, experts_norm=w.experts_norm_LD, norm=w.norm_D,
             qk_norm=w.attention_norm_LD if w.qk_norm_LHK is None else w.qk_norm_LHK, cos=s.cos_NK, sin=s.sin_NK, cache=s.cache, pages=s.pages_SP,
             residual=s.residual_CD, qkv=s.qkv_SCW, squares=self.squares_CP, mixed=s.mixed_CW, mixed_pairs=s.mixed_CW.view(torch.int32), normed=s.normed_CD,
-            normed_pairs=s.normed_CD.view(torch.int32), router_logits=s.router_words_SCE2, list_tiles=self.list_tiles_R, list_experts=self.list_experts_RM,
+            normed_pairs=s.normed_CD.view(torch.int32), router_logits=s.router_logits_SCE, list_tiles=self.list_tiles_R, list_experts=self.list_experts_RM,
             list_pairs=self.list_pairs_RM8, list_weights=self.list_weights_RM8, list_counts=self.list_counts_RC, inter=s.inter_MCF,
             inter_pairs=s.inter_MCF.view(torch.int32), partials=s.partial_words_RD2, plan_rows=space.plan.rows_N8, plan_num_rows=space.plan.num_rows,
             plan_spans=space.plan.spans_C, span_mixed=space.mixed, span_stats=space.stats,

@@ -26,7 +26,7 @@ from .router import choose_experts, clear_list, columns_of_tile, write_list, wri
 from .sample_device import best_of_column, finish, sample_slices
 from .step_code import SLICES
 from .step_dense import exchange_of
-from .tagged import fence, load_tagged
+from .tagged import load_tagged
 
 _WARPS = gl.constexpr(NUM_WARPS)
 _CHUNK = gl.constexpr(CHUNK)
@@ -200,17 +200,14 @@ def _stamp_launch(p, place, PART: gl.constexpr):
 
 
 @gluon.jit
-def _make_list(m, p, layer, live, tag, polls, place, S: gl.constexpr, PART: gl.constexpr):
+def _make_list(m, p, layer, S: gl.constexpr, PART: gl.constexpr):
     """The choice, a signal to the producer, the list. Returns the number of tiles and what gate and up begin with, which does not wait for the list."""
-    STAMPED: gl.constexpr = S.PROFILE and S.ROLLED_DENSE and PART == 0 and S.PHASE != "gate_up"
     number = list_number(_WARPS, S, PART)
     pairs, weights = _list(p, S, PART)
     clear_list(pairs, weights, S.TILES, S.PADDED_TILES, S.PHASE == "gate_up", _WARPS)
     table = _table(m, S, PART)
     num_tiles, distinct, chosen = choose_experts(p.router_logits, p.words + S.C, table, m[13], S.C, S.E, S.K, S.EXPERTS, _WARPS, S.router.SPLITS,
-                                                 S.WORDS_CHANGE, (tag, p.fault, polls, live, p.stamps + place), STAMPED)
-    if S.ROLLED_DENSE:
-        fence(_WARPS)       # no barrier over the grid: whoever wrote a logit had written what was normed
+                                                 S.WORDS_CHANGE)
     cta_barrier()   # where tiles end is there for the producer, and the list is clear for all threads
     mbarrier.arrive(m[8], count=1)
     if S.ONE_LIST:
@@ -218,7 +215,7 @@ def _make_list(m, p, layer, live, tag, polls, place, S: gl.constexpr, PART: gl.c
     begun = _begin_gate_up(p, _first_columns(table, m[13], num_tiles, S, PART), S)
     written = write_list(p.router_logits, p.words + S.C, table, chosen, num_tiles, p.list_tiles + number, p.list_experts + number * S.TILES, pairs, weights,
                          p.list_counts + number * S.C, S.C, S.E, S.K, S.EXPERTS, S.TILES, S.PADDED_TILES, S.NORMALIZE, S.PHASE == "gate_up", _WARPS,
-                         S.router.SPLITS, S.WORDS_CHANGE, (tag, p.fault, polls, live, p.stamps))
+                         S.router.SPLITS, S.WORDS_CHANGE)
     cta_barrier()   # the pairs are there for all threads
     write_weights(written, weights, S.C, S.E, S.EXPERTS, S.NORMALIZE, _WARPS)
     if S.ONE_LIST:
@@ -249,9 +246,8 @@ def _begin_gate_up(p, pair_g, S: gl.constexpr):
 
 
 @gluon.jit
-def gate_up_phase(m, p, slot, phase, layer, lists, live, tag, polls, place, S: gl.constexpr, PART: gl.constexpr):
-    """The list, and gate and up. lists: how many were made before. live: of the columns, if there is one tile. tag: of the logits, which nobody else waits
-    for; place: of the stamp when they are there. Returns the ring's position and what down begins with."""
+def gate_up_phase(m, p, slot, phase, layer, lists, S: gl.constexpr, PART: gl.constexpr):
+    """The list, and gate and up. lists: how many were made before. Returns the ring's position and what down begins with."""
     if S.PROFILE and S.PHASE == "gate_up":
         _stamp_launch(p, 0, PART)
     pairs, _ = _list(p, S, PART)
@@ -260,7 +256,7 @@ def gate_up_phase(m, p, slot, phase, layer, lists, live, tag, polls, place, S: g
         num_tiles = tiles_of_ends(m[13], _WARPS)
         begun = _begin_gate_up(p, first_pairs(pairs, num_tiles, S.up.TILE_STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS), S)
     else:
-        num_tiles, begun = _make_list(m, p, layer, live, tag, polls, place, S, PART)
+        num_tiles, begun = _make_list(m, p, layer, S, PART)
     if S.PROFILE and S.PHASE == "gate_up":
         _stamp_launch(p, 1, PART)
         first, last = stage_range(num_tiles, S.up.TILE_STAGES, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)

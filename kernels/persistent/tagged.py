@@ -4,7 +4,7 @@
 
 A word is 8 bytes, as fp32 [..., 2]: the bits of an fp32 value, and of an int32 tag. An aligned store and load of 8 bytes is one access, so whoever finds the
 tag that it expects has the value that was stored with it: one store and one load, where a barrier takes a store, a fence, an addition, a poll and a load, each
-of which waits for the one before. It is NCCL's LL protocol. It orders nothing else that the writer wrote; `fence` on both sides does.
+of which waits for the one before. It is NCCL's LL protocol. It orders nothing else that the writer wrote.
 
     tags       Of a resident launch first + number of the layer in the launch, where the host has `first` advance by all that a launch may use (`TagCounter`):
                no two layers of any launches have the same, so a word that is left over never matches. Memory begins as zeros, and no tag is 0. A launch of one
@@ -101,11 +101,3 @@ def load_tagged(words_ptr, live, tag, fault_ptr, polls, TOGETHER: gl.constexpr, 
     for place in gl.static_range(PLACES):
         values = values + (found[place].to(gl.float32, bitcast=True),)
     return values
-
-
-@gluon.jit
-def fence(NUM_WARPS: gl.constexpr):
-    """By every thread of a writer, behind a barrier of its CTA and before its words; by every thread that reads them, behind them and before such a barrier:
-    then all of the reader's threads find what all of the writer's had written."""
-    none = gl.zeros((NUM_WARPS * 32,), gl.int32, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
-    gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, $1;", "=r,r", [none], dtype=gl.int32, is_pure=False, pack=1)

@@ -23,7 +23,6 @@ from kilotok.kernels.moe.stream import cta_barrier
 from kilotok.kernels.persistent import StepInputs, StepState, StepWeights
 from kilotok.kernels.persistent.router import choose_and_route, choose_experts, empty_routing, make_tables, router_constants
 from kilotok.kernels.persistent.step import StepKernel
-from kilotok.kernels.persistent.tagged import LAUNCH_TAG
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 from step_compile import SHAPES  # noqa: E402
@@ -73,7 +72,6 @@ def time_products() -> None:
     weights = StepWeights.random(shape, seed=1, device="cuda")
     state = StepState.of(shape, num_columns=8, num_slots=8, num_pages=8, device="cuda")
     state.router_logits_SCE.normal_()
-    state.router_words_SCE2.view(torch.int32)[..., 1] = LAUNCH_TAG
     state.normed_CD.normal_()
     first: dict[tuple[str, int], torch.Tensor] = {}
     for parts, rolled, per_sm, one_list in FORMS:

@@ -123,13 +123,12 @@ def test_a_word_of_the_layer_before_is_not_taken(stale: bool, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("off", [None, 1, -1])
-@pytest.mark.parametrize(("lost", "partitions"), [("logits", 1), ("logits", 2), ("partials", 1), ("partials", 2), ("statistics", 2), ("mixed values", 2)])
+@pytest.mark.parametrize(("lost", "partitions"), [("partials", 1), ("partials", 2), ("statistics", 2), ("mixed values", 2)])
 def test_words_that_nobody_writes_are_a_fault(lost: str, partitions: int, off: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor those whose tag is off by one. All programs run to the end of the step, and the host raises; the next launch is right, whatever the faulted one
     left."""
     run, store = OnCpu(MODELS["rolled"], partitions=partitions), tagged_on_cpu.store
-    words = {"logits": run.state.router_words_SCE2, "partials": run.state.partial_words_RD2, "statistics": run.state.attention.stats_words,
-             "mixed values": run.state.attention.mixed_words}[lost]
+    words = {"partials": run.state.partial_words_RD2, "statistics": run.state.attention.stats_words, "mixed values": run.state.attention.mixed_words}[lost]
     inputs = inputs_of({0: (5, 1, 0), 5: (9, 0, 0)})
     run.memory.words_8C.copy_(inputs.words_8C)
     with monkeypatch.context() as patch:
