@@ -40,7 +40,7 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
     overrides = [*ROWS[name][1], *([f"--features_from={args.parent}"] if name == "parent" else [])]
     return [sys.executable, "-m", "kilotok.train.cli", "dflash-distill", str(RECIPE), f"--target={args.target}", f"--run={run}", f"--out={run / 'draft'}",
             f"--data.responses={args.responses}", f"--trainer.max_steps={args.steps}", f"--trainer.checkpoint_every_steps={args.steps}",
-            "--data.heldout_prompts=1", "--data.heldout_tree_budget=null", *overrides, *(f"--{o}" for o in args.set),
+            "--data.heldout_prompts=1", "--data.heldout_tree_budget=null", *(f"--{o}" for o in args.set), *overrides,
             *(["--resume"] if run.is_dir() else [])]
 
 
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; the steps are the same, only slower")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of every run, such as trainer.accelerator=cpu")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of every run, such as trainer.accelerator=cpu; those of a row go before them")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     waiting, failed = list(args.rows), []
