@@ -76,14 +76,17 @@ class Grid:
     def __init__(self, members: int) -> None:
         self.condition, self.members, self.arrived, self.passed = threading.Condition(), members, 0, 0
 
-    def wait(self) -> None:
+    def arrive(self) -> int:
         with self.condition:
             turn, self.arrived = self.passed, self.arrived + 1
             if self.arrived == self.members:
                 self.arrived, self.passed = 0, turn + 1
                 self.condition.notify_all()
-            else:
-                waits.wait(self.condition, lambda: self.passed != turn, f"barrier {turn} over the grid, where {self.arrived} of {self.members} are")
+            return turn
+
+    def wait(self, turn: int) -> None:
+        with self.condition:
+            waits.wait(self.condition, lambda: self.passed != turn, f"barrier {turn} over the grid, where {self.arrived} of {self.members} are")
 
 
 class Barriers:
@@ -291,7 +294,8 @@ class Kernel:
                 return self._fakes[what]
             full = {1: f"{package.split('.')[-1]}.{what}", 2: what}.get(level, "")
             if full == "persistent.barrier":
-                return SimpleNamespace(step_barrier=lambda *_: self.grid.wait())
+                return SimpleNamespace(arrive=lambda *_: self.grid.arrive(), wait_arrived=lambda _barrier, _fault, _polls, turn, _warps: self.grid.wait(turn),
+                                       step_barrier=lambda *_: self.grid.wait(self.grid.arrive()))
             if full in _DEVICE_MODULES:
                 return self._load(full, cheap)
             return builtins.__import__(what, env, local, names, level)

@@ -21,7 +21,7 @@ from .draft_phases import (
     prepare_draft_values,
 )
 from .fragments import NUM_WARPS
-from .step_consumer import another_step, ask, stamp, wait_for_all, wait_for_list
+from .step_consumer import another_step, arrive_at, ask, stamp, wait_at, wait_for_all, wait_for_list
 from .step_dense import HEAD, QKV, ROUTER, begin_matrix, live_of
 from .step_phases import (
     add_phase,
@@ -44,12 +44,13 @@ _WARPS = gl.constexpr(NUM_WARPS)
 @gluon.jit
 def _attention(m, p, q, kind, layer, at, turn, tag, table_width, cache_pages, polls, S: gl.constexpr, T: gl.constexpr, PART: gl.constexpr):
     """Attention behind a product of queries, keys and values, the target's or the draft's."""
+    before = arrive_at(p, S, PART)
     if kind == QKV:
         if PART == 0:
             item = prepare_attention(m, p, layer, table_width, cache_pages, S)
         elif S.VALUES_AHEAD:
             prepare_values(m, p, layer, table_width, cache_pages, turn, S)
-        wait_for_all(p, polls, at, S, PART)
+        wait_at(p, polls, before, at, S, PART)
         if PART == 0:
             attention_phase(m, p, item, layer, table_width, cache_pages, turn, tag, S)
         elif S.VALUES_AHEAD:
@@ -65,7 +66,7 @@ def _attention(m, p, q, kind, layer, at, turn, tag, table_width, cache_pages, po
             item = prepare_draft_attention(m, p, q, layer, table_width, cache_pages, S, T)
         elif S.VALUES_AHEAD:
             prepare_draft_values(m, p, q, layer, table_width, cache_pages, turn, S, T)
-        wait_for_all(p, polls, at, S, PART)
+        wait_at(p, polls, before, at, S, PART)
         if PART == 0:
             draft_attention_phase(m, p, q, item, layer, table_width, cache_pages, turn, tag, S, T)
         elif S.VALUES_AHEAD:
@@ -79,20 +80,24 @@ def _attention(m, p, q, kind, layer, at, turn, tag, table_width, cache_pages, po
 
 
 @gluon.jit
+def attentions(kind, layer, number, num_layers, draft_layers, drafts):
+    """How many were before this one, of the target and of the draft: draft layers come first in a round, if it drafts."""
+    of_draft = gl.where(drafts != 0, draft_layers, 0)
+    return number * (num_layers + of_draft) + layer + gl.where(kind == QKV, of_draft, 0)
+
+
+@gluon.jit
 def _all_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cache_pages, polls, num_taps, drafts, assumed, sequence, S: gl.constexpr,
                 T: gl.constexpr, PART: gl.constexpr):
     """A round of the inner loop is a matrix, with what lies between it and the next; `at` counts boundaries, for their stamps."""
     met, go, done, word = m[5], m[8], m[9], m[10]
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
-    asked = gl.to_tensor(0)
     number = gl.to_tensor(0)
     another = gl.to_tensor(1)
     live = gl.to_tensor(0)
-    attended = gl.to_tensor(0)
     while another != 0:
-        asked = ask(go, done, asked)
+        ask(go, done, number * (num_layers + 1))
         at = gl.to_tensor(0)
         layer = gl.to_tensor(0)
         kind = gl.to_tensor(QKV)
@@ -106,22 +111,22 @@ def _all_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cach
                 else:
                     draft_embed_phase(p, q, S, T, PART)
             tag = sequence + number * num_layers + layer        # of the target's layers, and of the draft's, which are no more
+            before = arrive_at(p, S, PART)
             matrix, more = round_matrix_of(p, q, kind, layer, S, T)
             begun = begin_matrix(matrix, S, PART)
-            wait_for_all(p, polls, at, S, PART)
+            wait_at(p, polls, before, at, S, PART)
             at += 1
             if kind == FC:
                 live = live_of(words_of(p, kind, S), 0, S)
             slot, phase = round_product(m, p, q, slot, phase, live, kind, matrix, more, begun, S, PART)
             if (kind == QKV) | (kind == DRAFT_QKV):
+                attended = attentions(kind, layer, number, num_layers, draft_layers, drafts)
                 _attention(m, p, q, kind, layer, at, attended, tag, table_width, cache_pages, polls, S, T, PART)
                 at += 1
-                attended += 1
             if kind == ROUTER:
                 wait_for_all(p, polls, at, S, PART)
-                wait_for_list(m, done, asked, S, PART)
+                wait_for_list(m, done, number * (num_layers + 1) + layer + 1, S, PART)
                 slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, number * num_layers + layer, S, PART)
-                asked += 1
                 wait_for_all(p, polls, at + 1, S, PART)
                 slot, phase = down_phase(m, p, slot, phase, columns, tag, S, PART)
                 add_phase(p, layer, num_taps, live, tag, polls, at + 2, S, PART)
@@ -146,9 +151,9 @@ def _all_rounds(m, p, q, num_layers, draft_layers, num_rounds, table_width, cach
                 at += 1
             kind, layer = next_matrix(kind, layer, num_layers, draft_layers)
         stamp(p, at, S, PART)
-        another, turn = another_step(word, met, turn, p, number, num_rounds, S, PART)
+        another, _ = another_step(word, met, number & 1, p, number, num_rounds, S, PART)
         number += 1
-    asked = ask(go, done, asked)    # the producer reads that there is none
+    ask(go, done, number * (num_layers + 1))    # the producer reads that there is none
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..moe.stream import hidden, stamp_time
-from .barrier import step_barrier
+from .barrier import arrive, step_barrier, wait_arrived
 from .dense_device import load_norm, meet
 from .fragments import NUM_WARPS
 from .step_code import LAYER_STAMPS
@@ -46,6 +46,20 @@ def wait_for_all(p, polls, place, S: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
+def arrive_at(p, S: gl.constexpr, PART: gl.constexpr):
+    """The first half of `wait_for_all`. What is done before the second reads what no phase on either side of the barrier writes (weights, the plan, a cache's
+    old positions), and writes shared memory that this consumer alone uses then."""
+    return arrive(p.barrier, PART, S.PARTITIONS, S.PROGRAMS, _WARPS)
+
+
+@gluon.jit
+def wait_at(p, polls, before, place, S: gl.constexpr, PART: gl.constexpr):
+    """The second half; before: of `arrive_at`."""
+    wait_arrived(p.barrier, p.fault, polls, before, _WARPS)
+    stamp(p, place, S, PART)
+
+
+@gluon.jit
 def another_step(word, met, turn, p, step, num_steps, S: gl.constexpr, PART: gl.constexpr):
     """Whether there is one after this, for both consumers and (behind `go`) both producers of an SM: consumer 0 decides. Returns it and the turn."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
@@ -60,7 +74,8 @@ def another_step(word, met, turn, p, step, num_steps, S: gl.constexpr, PART: gl.
 
 @gluon.jit
 def ask(go, done, asked):
-    """Let the producer go on, once it has taken the signal before this one."""
+    """Let the producer go on, once it has taken the signal before this one. asked: signals before; one a step, and one a layer of it. Where it can be it is
+    worked out and not counted: a count lives long, the compiler keeps it on the stack, and to have it back takes as long as any memory."""
     mbarrier.wait(done, (asked & 1) ^ 1)
     mbarrier.arrive(go, count=1)
     return asked + 1
@@ -142,14 +157,12 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
     met, go, done, word = m[5], m[8], m[9], m[10]
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
-    asked = gl.to_tensor(0)
     step = gl.to_tensor(0)
     another = gl.to_tensor(1)
     live = live_of(p.words, 0, S)
     head_at = num_layers * _STAMPS
     while another != 0:
-        asked = ask(go, done, asked)
+        ask(go, done, step * (num_layers + 1))
         embed_phase(p, step, S, PART)
         for number in range(3 * num_layers + 1):
             layer = number // 3
@@ -158,16 +171,18 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
             if layer == num_layers:
                 kind = kind * 0 + HEAD
             tag = sequence + step * num_layers + layer
+            before = arrive_at(p, S, PART)
             matrix = matrix_of(p, kind, layer, S)
             begun = begin_matrix(matrix, S, PART)
-            wait_for_all(p, polls, at, S, PART)
+            wait_at(p, polls, before, at, S, PART)
             slot, phase = rolled_phase(m, p, slot, phase, live, kind, matrix, begun, S, PART)
             if kind == QKV:
+                before = arrive_at(p, S, PART)
                 if PART == 0:
                     item = prepare_attention(m, p, layer, table_width, cache_pages, S)
                 elif S.VALUES_AHEAD:
                     prepare_values(m, p, layer, table_width, cache_pages, step * num_layers + layer, S)
-                wait_for_all(p, polls, at + 1, S, PART)
+                wait_at(p, polls, before, at + 1, S, PART)
                 if PART == 0:
                     attention_phase(m, p, item, layer, table_width, cache_pages, step * num_layers + layer, tag, S)
                 elif S.VALUES_AHEAD:
@@ -180,9 +195,8 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
                     merge_phase(p, spans, S, PART)
             if kind == ROUTER:
                 wait_for_all(p, polls, at + 1, S, PART)
-                wait_for_list(m, done, asked, S, PART)
+                wait_for_list(m, done, step * (num_layers + 1) + layer + 1, S, PART)
                 slot, phase, columns = gate_up_phase(m, p, slot, phase, layer, step * num_layers + layer, S, PART)
-                asked += 1
                 wait_for_all(p, polls, at + 2, S, PART)
                 slot, phase = down_phase(m, p, slot, phase, columns, tag, S, PART)
                 add_phase(p, layer, num_taps, live, tag, polls, at + 3, S, PART)
@@ -190,10 +204,10 @@ def _all_rolled_phases(m, p, num_layers, num_steps, table_width, cache_pages, po
         sample_phase(p, step, S, PART)
         wait_for_all(p, polls, head_at + 2, S, PART)
         finish_phase(p, step, S, PART)
-        another, turn = another_step(word, met, turn, p, step, num_steps, S, PART)
+        another, _ = another_step(word, met, step & 1, p, step, num_steps, S, PART)
         step += 1
         stamp(p, head_at + 3, S, PART)
-    asked = ask(go, done, asked)    # the producer reads that there is none
+    ask(go, done, step * (num_layers + 1))      # the producer reads that there is none
 
 
 @gluon.jit
