@@ -11,8 +11,11 @@ grid and once (:) until the words themselves are there (tagged.py), which takes 
     qkv | attention | out | router | choice, gate and up | down : add |
 
 There is one barrier more where attention's partial results are merged by all programs and not by the item that comes last (attention.AttentionForm), and one
-before the sum without rolled products. The first consumer of an SM attends. Of rolled products the second one has nothing else to do then, so it fetches what can be fetched ahead of the barrier, and polls for the partial
-results, which say themselves that they are there (tagged.py), to merge them: nothing of that is on the way of those who attend.
+before the sum without rolled products. The first consumer of an SM attends. Of rolled products the second one has nothing else to do then, so it fetches what
+can be fetched while the programs arrive at the barrier, and polls for the partial results, which say themselves that they are there, to merge them: nothing of
+that is on the way of those who attend.
+
+A barrier has two halves (barrier.py). Between arriving and waiting a consumer does what depends on nobody: the norm's weights, attention's plan and old keys.
 
 A norm needs the whole residual, a choice all logits, and out every head's mixed values, so those are boundaries. Before down and before the sum of its
 partials lie the other two: a sum by whoever comes last, counted by atomics, was slower than a barrier in the expert layer. The choice of experts is

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
 # ruff: noqa: RUF005 (a tuple of tensors grows by +)
 """A hand-over between programs of a resident step without a barrier over the grid: every word says itself whether it is there.
 

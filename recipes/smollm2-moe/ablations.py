@@ -70,7 +70,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; the steps are the same, only slower")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of every run, such as trainer.accelerator=cpu; those of a row go before them")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE",
+                        help="overrides of every run, such as trainer.accelerator=cpu; a row's own options go before them")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     waiting, failed = list(args.rows), []
