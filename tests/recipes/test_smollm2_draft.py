@@ -141,6 +141,12 @@ def test_answers_of_several_processes_are_all_that_the_training_reads(tmp_path: 
     assert (target / "dflash" / "model.safetensors").is_file() and "missing" not in done.stdout
 
 
+def test_shares_take_cards_in_turn() -> None:
+    cards_of = load("draft").cards_of
+    assert cards_of({}, count=2) == ["0", "1"] and cards_of({}, count=0) == []
+    assert cards_of({"CUDA_VISIBLE_DEVICES": "3, GPU-5c"}, count=2) == ["3", "GPU-5c"] and cards_of({"CUDA_VISIBLE_DEVICES": ""}, count=0) == []
+
+
 def test_a_share_that_fails_is_said_with_its_last_words(tmp_path: Path) -> None:
     draft = load("draft")
     options = argparse.Namespace(responses=tmp_path / "answers")
